@@ -1,6 +1,7 @@
 """``phantom model heal``: a converted model comes closer to its teacher, on any ranks, resumed or not."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def healed(folder: Path, name: str, *, resume: bool = False, **changes) -> tuple
     paths = {"model": str(folder / "phantom"), "teacher": str(folder / "dense"), "data": str(folder / "text.txt")}
     summary = run(HealConfig(**(paths | SETTINGS | EVERY | changes)), folder / name, resume=resume)
     metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return summary.to_dict(), metrics
+    return asdict(summary), metrics
 
 
 @pytest.fixture(scope="module")

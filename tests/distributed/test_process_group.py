@@ -74,7 +74,8 @@ def test_a_device_of_which_there_are_too_few_is_refused(accelerators, available,
 def test_emulated_hosts_and_accelerators_exclude_each_other(accelerators):
     accelerators("cuda", True, 2)
     assert (launch_device_type(2), launch_device_type(4)) == ("cuda", "cpu")
-    assert launch_device_type(2, Network(2)) == "cpu"
+    with launch_defaults(network=Network(2)):
+        assert launch_device_type(2) == "cpu"
     with pytest.raises(ValueError, match="device=cuda"), launch_defaults(network=Network(2), device="cuda"):
         pass
 

@@ -223,7 +223,7 @@ def timing(losses: tuple[float, ...], seconds: float = 1.0, steps: int = 4) -> R
 def test_losses_are_compared_with_the_medians_and_the_fastest_that_agrees_trains():
     timings = {"a": timing((2.0, 1.0), 4.0), "b": timing((2.0, 1.0002), 2.0), "c": timing((2.0, 1.1), 1.0)}
     check = check_same_model("dense model", timings, 1e-3)
-    assert (check.differing, check.trained_by, check.checked_steps) == (("c",), "b", 6)
+    assert (check.differing, check.trained_by) == (("c",), "b")
     assert check.differences["a"] == pytest.approx(0.0002 / 1.0002)
     nothing = replace(timing(()), steps=0, seconds=0.0)
     assert check_same_model("m", {"a": timing((1.0,)), "b": nothing}, 1e-3).differing == ("b",)

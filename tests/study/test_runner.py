@@ -2,7 +2,7 @@
 that are kept for a resumed call."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +102,7 @@ HOSTS = read_settings("studies", "links", {"links": ("loopback", "100mbit", "lik
 def test_a_link_has_its_rate_and_a_measured_one_is_kept_for_a_resumed_call(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "why_unavailable", lambda: None)
     known = Network(4, "like:frontier-mi250x", rate=5e7)
-    write_json(tmp_path / NETWORKS, {known.link: known.to_dict()})
+    write_json(tmp_path / NETWORKS, {known.link: asdict(known)})
     networks, reason = resolve_networks(HOSTS, "fp32", tmp_path)
     assert {link: network.rate for link, network in networks.items()} == {"100mbit": 1e8, known.link: 5e7}
     assert reason is None

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phantom_parallel.checkpoint import shards
-from phantom_parallel.checkpoint.shards import MAX_SHARD_SIZE, Group, Part, StoredTensors, on_every_rank
-from phantom_parallel.distributed.objects import all_gather_objects, barrier, process_group_of
+from phantom_parallel.checkpoint.shards import MAX_SHARD_SIZE, Group, Part, StoredTensors
+from phantom_parallel.distributed.objects import all_gather_objects, barrier, on_every_rank, process_group_of
 from phantom_parallel.families.registry import family_names, get_family
 from phantom_parallel.utils.files import atomic_folder, check_replaceable, write_json
 from phantom_parallel.utils.parsing import check_keys, convert

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phantom_parallel.checkpoint.model import CONFIG
 from phantom_parallel.checkpoint.shards import INDEX, WEIGHTS
-from phantom_parallel.utils.files import read_bytes, read_json, read_text, write_bytes
+from phantom_parallel.utils.files import read_json, read_text, write_bytes
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -128,7 +128,7 @@ def read_kept_files(folder: Path) -> dict[str, bytes]:
             settings = read_json(path)
             if name == TOKENIZER_CONFIG and isinstance(settings.get("chat_template"), str):
                 template = settings["chat_template"]
-        files[name] = read_bytes(path)
+        files[name] = path.read_bytes()
     return files if template is None else files | {CHAT_TEMPLATE: template.encode()}
 
 

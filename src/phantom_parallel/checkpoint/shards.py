@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero, raise_on_all_ranks
+from phantom_parallel.distributed.objects import all_gather_objects, broadcast_from_rank_zero, on_every_rank
 from phantom_parallel.utils.files import read_json, replace_folder, scratch_folder, write_json
 
-T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: this process alone
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as Hugging Face names them
 MAX_SHARD_SIZE = 5 << 30  # bytes of a file of whole tensors
@@ -109,17 +108,6 @@ def storage_group(group: Group) -> Group:
 def rank_in(group: Group) -> int:
     """This process's rank in ``group``."""
     return 0 if group is None else dist.get_rank(group)
-
-
-def on_every_rank(work: Callable[[], T], group: Group) -> T:
-    """Run ``work`` on every rank of ``group`` and raise the error of the first rank that has one on all of them."""
-    result, error = None, None
-    try:
-        result = work()
-    except (ValueError, OSError) as raised:
-        error = raised
-    raise_on_all_ranks(error, group)
-    return cast(T, result)
 
 
 def save_parts(parts: Parts, path: Path, group: Group, *, prefix: str, finish: Callable[[Path], None]) -> None:

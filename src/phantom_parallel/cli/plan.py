@@ -13,7 +13,7 @@ from phantom_parallel.cli.options import Flag, JsonOption, ModelOptions, WireOpt
 from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.cost.planner import Candidate, Plan, PlanRequest, PlanSettings, plan, planned_strategies, scaling
 from phantom_parallel.study.units import format_ratio, quantity
-from phantom_parallel.utils.files import json_text, read_bytes
+from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.strategies import STRATEGIES
 
@@ -39,7 +39,7 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
         settings, steps = {field.name: getattr(self, field.name) for field in fields(PlanSettings)}, None
         if self.tuned is not None:
             path = self.tuned / "tune.json" if self.tuned.is_dir() else self.tuned
-            best = decode_json(read_bytes(path), dict[str, Any], str(path)).get("best")
+            best = decode_json(path.read_bytes(), dict[str, Any], str(path)).get("best")
             if not best:
                 raise ValueError(f"{path} has no phantom model that reached the loss: give --blocks and --ghosts")
             settings |= {"blocks": (best["blocks"],), "ghosts": (best["ghosts"],)}

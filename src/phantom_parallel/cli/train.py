@@ -1,7 +1,7 @@
 """``phantom train``: train a model on local ranks or a cluster's, with checkpoints to resume from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,7 +50,7 @@ class TrainOptions(LaunchOptions, Tf32Option, JsonOption):
         if not is_rank_zero():
             return
         if self.json:
-            print(json_text(summary.to_dict() | {"network": network}))
+            print(json_text(asdict(summary) | {"network": network}))
         else:
             _show(summary, config, self.out, network)
 

@@ -101,13 +101,12 @@ def launch_defaults(
         _DEFAULTS.reset(token)
 
 
-def launch_device_type(size: int, network: Network | None = None) -> str:
+def launch_device_type(size: int) -> str:
     """The type of device that a launch of ``size`` ranks would use, on this host: ``"cpu"``, ``"cuda"``, ..."""
     from phantom_parallel.distributed.process_group import check_tf32, device_type_for
 
     defaults = _DEFAULTS.get()
-    on_cpu = network is not None or defaults.network is not None
-    kind = "cpu" if on_cpu else device_type_for(_local_ranks(size), defaults.device)
+    kind = "cpu" if defaults.network is not None else device_type_for(_local_ranks(size), defaults.device)
     check_tf32(defaults.tf32, kind)
     return kind
 
@@ -215,7 +214,7 @@ def launch_local(
         ranks: list[_Rank] = []
         for number in range(size):
             environment = _environment(number, size, network) | (KEEP_FREED_MEMORY if keep_freed_memory else {})
-            host = None if network is None else network.host_of(number, size)
+            host = None if network is None else number // (size // network.hosts)
             namespaces = () if hosts is None or host is None else hosts.descriptors(host)
             ranks.append(_start(number, environment, preparation["sys_path"], namespaces, inherited, host))
             stack.callback(ranks[-1].end)

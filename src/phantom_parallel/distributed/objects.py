@@ -8,7 +8,7 @@ sets arrive as lists.
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -69,15 +69,19 @@ def broadcast_from_rank_zero(work: Callable[[], T], group: dist.ProcessGroup | N
     if not dist.is_initialized():
         return work()
     group = dist.distributed_c10d._get_default_group() if group is None else group
-    result: Any = None
-    error = None
-    if dist.get_rank(group) == 0:
-        try:
-            result = work()
-        except (ValueError, OSError) as raised:
-            error = raised
+    result = on_every_rank(lambda: work() if dist.get_rank(group) == 0 else None, group)
+    return cast(T, all_gather_objects(result, group, kind | None)[0])
+
+
+def on_every_rank(work: Callable[[], T], group: Group) -> T:
+    """Run ``work`` on every rank of ``group`` and raise the error of the first rank that has one on all of them."""
+    result, error = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as raised:
+        error = raised
     raise_on_all_ranks(error, group)
-    return all_gather_objects(result, group, kind | None)[0]
+    return cast(T, result)
 
 
 def raise_on_all_ranks(error: Exception | None, group: Group) -> None:

@@ -19,7 +19,7 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder, check_model, strategy_on
 from phantom_parallel.ops.collectives import rank_group
-from phantom_parallel.utils.files import read_bytes, read_json
+from phantom_parallel.utils.files import read_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
 
@@ -118,7 +118,7 @@ def read_texts(data: Path | None) -> bytes:
         which = "the model needs a text" if data is None else f"there is no text {data}"
         raise ValueError(f"{which}: give a file, or a folder of files, as --data")
     files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
-    return b"\n".join(read_bytes(path) for path in files)
+    return b"\n".join(path.read_bytes() for path in files)
 
 
 def evaluate_text(

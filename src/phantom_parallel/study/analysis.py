@@ -82,8 +82,8 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
         return hours
     if measure == "watts_per_rank":
         return run.joules / hours / 3600 if run.joules is not None and hours else None
-    if measure in ("samples_per_rank_hour", "steps_per_rank_hour"):
-        return run.steps * (cell.batch if measure.startswith("samples") else 1) / hours if hours else None
+    if measure == "samples_per_rank_hour":
+        return run.steps * cell.batch / hours if hours else None
     value: float | None = getattr(run, measure)
     return value
 

@@ -76,11 +76,6 @@ class Contender:
         return STRATEGIES[self.base.strategy]
 
     @property
-    def decodes(self) -> bool:
-        """Whether its ranks generate text together."""
-        return self.dp == 1 and not self.rules.shards_rows
-
-    @property
     def function(self) -> tuple[str, Pairs]:
         """What the contender computes: those with the same function have the same losses, up to rounding."""
         if self.wire != EXACT_WIRE:

@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ from phantom_parallel.study.results import (
 from phantom_parallel.study.runner import (
     CELLS,
     NETWORKS,
-    WARM_UP,
     CellRunner,
     RunOptions,
     cell_runner,
@@ -92,7 +91,7 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
         if local:
             prepare_folder(out, settings.to_dict(), resume, lock)
             if networks:
-                write_json(out / NETWORKS, {link: network.to_dict() for link, network in networks.items()})
+                write_json(out / NETWORKS, {link: asdict(network) for link, network in networks.items()})
         elif len(launches) > 1:
             raise ValueError(f"{settings.name} launches its ranks on several networks: start it as one process")
         if no_hosts and show and is_rank_zero():
@@ -303,8 +302,7 @@ def check_same_model(model: str, timings: Mapping[str, Run], tolerance: float) -
         if run.losses and len(run.losses) == len(middle):
             pairs = zip(run.losses, middle, strict=True)
             differences[name] = max(abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs)
-    steps = WARM_UP + max(run.steps for run in timings.values())
-    check = SharedModel(model, next(iter(timings)), steps, tolerance, differences)
+    check = SharedModel(model, next(iter(timings)), tolerance, differences)
     equal = [name for name in timings if name not in check.differing] or list(timings)
     return replace(check, trained_by=min(equal, key=lambda name: timings[name].step_seconds or math.inf))
 

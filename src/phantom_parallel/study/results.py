@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from phantom_parallel.energy import PowerProfile
 from phantom_parallel.study.units import labelled
-from phantom_parallel.utils.files import read_bytes, write_json
+from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 
@@ -101,7 +101,6 @@ class SharedModel:
 
     model: str
     trained_by: str  # the contender with the shortest step where losses are trained
-    checked_steps: int
     tolerance: float
     differences: dict[str, float | None]  # by contender; None: no finite losses
 
@@ -244,6 +243,6 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Read what `save` wrote; ValueError if the file is not readable as results."""
     try:
-        return decode_json(read_bytes(path), Results, "results")
+        return decode_json(path.read_bytes(), Results, "results")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a result of phantom compare or phantom study: {error}") from None

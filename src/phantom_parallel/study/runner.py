@@ -39,7 +39,7 @@ from phantom_parallel.study.results import CurvePoint, Run, RunStatus
 from phantom_parallel.study.settings import LOOPBACK, Decoding, Settings
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.loop import Trainer
-from phantom_parallel.utils.files import FolderLock, is_unused, read_bytes, remove_scratch, write_json
+from phantom_parallel.utils.files import FolderLock, is_unused, remove_scratch, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
@@ -73,7 +73,7 @@ def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: Fold
             raise FileExistsError(f"{out} exists and is not an empty folder: choose another, or --resume a run in it")
         if resume and not path.exists():
             raise ValueError(f"there is nothing to resume in {out}: run without resume")
-        before = decode_json(read_bytes(path), dict[str, Any], str(path)) if resume else settings
+        before = decode_json(path.read_bytes(), dict[str, Any], str(path)) if resume else settings
         if differ := [name for name in settings if before.get(name) != settings[name]]:
             changes = ", ".join(f"{name} was {before.get(name)!r}, not {settings[name]!r}" for name in differ)
             raise ValueError(f"{out} was started with other settings: {changes}")
@@ -90,7 +90,7 @@ def resolve_networks(settings: Settings, dtype: str, out: Path) -> tuple[dict[st
     if settings.hosts is None:
         network_of(None, settings.link, settings.world_size)  # refuses options of hosts
     path = out / NETWORKS
-    known = decode_json(read_bytes(path), dict[str, Network], str(path)) if path.exists() else {}
+    known = decode_json(path.read_bytes(), dict[str, Network], str(path)) if path.exists() else {}
     missing = [link for link in settings.all_links if link != LOOPBACK and link not in known]
     reason = why_unavailable() if missing else None
     if reason is not None:
@@ -257,7 +257,7 @@ def _read_cell(path: Path) -> Run | None:
     if not path.exists():
         return None
     try:
-        return decode_json(read_bytes(path), Run, "cell")
+        return decode_json(path.read_bytes(), Run, "cell")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a finished cell: {error}; remove it to run it again") from None
 

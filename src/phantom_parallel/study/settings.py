@@ -168,7 +168,7 @@ class Settings:
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
         if self.measure == "decode":
             get_family(self.family).require("text_generation")
-            if trains := [each.name for each in self.contenders if not each.decodes]:
+            if trains := [each.name for each in self.contenders if each.dp > 1 or each.rules.shards_rows]:
                 raise ValueError(f"to decode, strategies must be of one copy and not fsdp, got {trains[0]}")
             for each in self.contenders:
                 self.decoding(each)

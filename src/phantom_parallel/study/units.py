@@ -34,7 +34,6 @@ MEASURES: dict[str, tuple[str, str]] = {
     "rank_hours": ("rank-hours", ""),
     "watts_per_rank": ("modelled power per rank", "W"),
     "samples_per_rank_hour": ("samples per rank-hour", ""),
-    "steps_per_rank_hour": ("steps per rank-hour", ""),
     "batch": ("global batch", ""),
     "local_batch": ("local batch", ""),
     "bytes": ("bytes exchanged", "B"),

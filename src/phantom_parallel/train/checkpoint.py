@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from phantom_parallel.checkpoint import shards
-from phantom_parallel.checkpoint.shards import Group, Part, Parts, StoredTensors, on_every_rank
+from phantom_parallel.checkpoint.shards import Group, Part, Parts, StoredTensors
+from phantom_parallel.distributed.objects import on_every_rank
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.train.optimizer import PartsOptimizer, state_keys
 from phantom_parallel.utils.files import remove_folder, write_json

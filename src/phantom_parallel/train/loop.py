@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phantom_parallel.checkpoint.shards import on_every_rank, storage_group
-from phantom_parallel.distributed.objects import all_gather_objects
+from phantom_parallel.checkpoint.shards import storage_group
+from phantom_parallel.distributed.objects import all_gather_objects, on_every_rank
 from phantom_parallel.distributed.process_group import ParallelContext, describe_run
 from phantom_parallel.distributed.signals import LossDiverged, StopRequest
 from phantom_parallel.energy.time_split import TimeSplitRecorder, TimeTotals, can_split_time
@@ -67,9 +67,6 @@ class Summary(Record):
     checkpoint: str | None
     initial_loss: float | None = None  # held-out loss before the first step, where it was measured
     run: dict[str, Any] | None = None  # ranks, hosts, device, backend and torch, as `describe_run` has them
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def train(
@@ -192,7 +189,7 @@ class Trainer:
         assert record is not None  # the last step is a boundary, and a checkpoint of it is not resumed
         summary = self._summary(status, record, self.clock.totals().since(start), self.progress.step - first)
         if status != "interrupted":
-            self.progress = replace(self.progress, summary=summary.to_dict())
+            self.progress = replace(self.progress, summary=asdict(summary))
         self._save()
         self._settle()
         return summary
@@ -296,12 +293,8 @@ class Trainer:
 
     def _report(self, report: Callable[[Record], None] | None, record: Record) -> None:
         """Let rank 0 report. If its disk is full, all ranks stop together."""
-        if report is None:
-            return
-        try:
+        if report is not None:
             on_every_rank(lambda: report(record) if self.parallel.rank == 0 else None, self._group)
-        except OSError as error:
-            raise OSError(f"the metrics cannot be written: {error}; {self._last_checkpoint()}") from None
 
     def _save(self) -> None:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.

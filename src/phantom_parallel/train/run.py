@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from phantom_parallel.checkpoint.model import save_model
-from phantom_parallel.checkpoint.shards import on_every_rank, storage_group
+from phantom_parallel.checkpoint.shards import storage_group
 from phantom_parallel.distributed import launch as launching
 from phantom_parallel.distributed.launch import launch, launch_device_type
 from phantom_parallel.distributed.launchers import launched_externally
-from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement
+from phantom_parallel.distributed.objects import broadcast_from_rank_zero, check_agreement, on_every_rank
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import Interrupted, RankDied
 from phantom_parallel.energy.results import format_share
@@ -53,7 +53,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
         config: The training.
         out: A new or empty folder, or with ``resume`` that of the same training.
         resume: Continue from the latest checkpoint in ``out``; from the beginning if nothing was saved yet; and if the
-            training had ended, write what is missing of its model and summary.
+            training had ended, write its model and summary again.
         show: Whether to show progress on stderr.
 
     Raises:
@@ -104,13 +104,7 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
     latest = last_checkpoint(out) if resume else None
     step = 0
     if latest is not None:
-        progress, _ = checkpoint.open_checkpoint(latest, config)
-        step = progress.step
-        if progress.summary is not None and _is_complete(out, step):
-            raise ValueError(
-                f"{out} is complete: it ended at step {step}, and its model is in {out / MODEL}; "
-                "resume with more steps or another target loss"
-            )
+        step = checkpoint.open_checkpoint(latest, config)[0].step
     kind = {} if config.kind == config.family else {"kind": config.kind}
     write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
     task.prepare(config, out)
@@ -168,14 +162,6 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
         )
     # Nothing was saved yet: it starts again.
     config.check_resumes(read_config(out, config.family, heals=config.kind == HEAL)[1], str(out))
-
-
-def _is_complete(out: Path, step: int) -> bool:
-    """Whether the model and the summary of a training that ended at ``step`` are there."""
-    if not (out / SUMMARY).is_file() or not (out / MODEL / "config.json").is_file():
-        return False
-    summary = read_json(out / SUMMARY)
-    return summary.get("step") == step and summary.get("status") != "interrupted"
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -246,7 +232,7 @@ def _work(
         if summary.status != "interrupted":
             _write_model(model, config, out, parallel)
         # Last, for a training that ended: the folder is complete once it is there.
-        broadcast_from_rank_zero(lambda: write_json(out / SUMMARY, summary.to_dict()))
+        broadcast_from_rank_zero(lambda: write_json(out / SUMMARY, asdict(summary)))
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step}")
     return summary

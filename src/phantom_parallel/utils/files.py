@@ -118,14 +118,9 @@ def is_unused(folder: Path) -> bool:
     return all(path.name.startswith((FolderLock.NAME, _SCRATCH)) for path in folder.iterdir())
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a whole file."""
-    return Path(path).read_bytes()
-
-
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read a whole text file in UTF-8."""
-    return read_bytes(path).decode()
+    return Path(path).read_bytes().decode()
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ A network is a value that commands pass to the launcher and results record. `dis
 """
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 MAX_HOSTS = 64
 _SLOWEST, _FASTEST = 8e3, 3e10  # bits a second; the kernel counts bytes a second in 32 bits
@@ -47,10 +46,6 @@ class Network:
         if ranks % self.hosts:
             raise ValueError(f"{ranks} ranks cannot be spread evenly over {self.hosts} hosts: use a multiple")
 
-    def host_of(self, rank: int, ranks: int) -> int:
-        """The host of a rank among ``ranks``."""
-        return rank // (ranks // self.hosts)
-
     def describe(self) -> str:
         """One line for reports: what was emulated, and at which rate."""
         link = "links not slowed down" if self.rate is None else f"links of {format_rate(self.rate)} each way"
@@ -63,9 +58,6 @@ class Network:
                 f"{self.scaled.flops / 1e9:.1f} GFLOP/s ({self.scaled.dtype}) a rank"
             )
         return ", ".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def parse_likeness(link: str) -> tuple[str, bool] | None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.distributed.launchers import is_rank_zero
+from phantom_parallel.distributed.objects import raise_on_all_ranks
 from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
 from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN
@@ -84,9 +86,10 @@ def _permutation(rows: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(rows, generator=generator(seed, epoch, purpose=2))
 
 
-def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1) -> Data:
-    """Open the data of a training, with the features of rank ``rank`` of ``ranks``. Rows to train on are read when they
-    are needed, and checked by `Data.check_finite` after a bad loss.
+def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist.ProcessGroup | None = None) -> Data:
+    """Open the data of a training, with the features of rank ``rank`` of ``ranks``. With a group, all of its ranks call
+    this, and raise an error that one of them finds in its features. Rows to train on are read when they are needed, and
+    checked by `Data.check_finite` after a bad loss.
     """
     of_inputs, of_targets = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in config.model.model_features)
     features = of_inputs, of_targets
@@ -116,9 +119,14 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1) -> Data:
         _check_rows(len(x), config)
         y = labels.unsqueeze(1) == class_of(of_targets)
         return Data(x[:, of_inputs].contiguous(), y.float(), features)
-    data = read_data(Path(config.data), config.model.model_features, features)
-    _check_rows(data.rows, config)
-    data.check_finite(torch.arange(data.training_rows, data.rows))
+    error = None
+    try:
+        data = read_data(Path(config.data), config.model.model_features, features)
+        _check_rows(data.rows, config)
+        data.check_finite(torch.arange(data.training_rows, data.rows))
+    except ValueError as raised:
+        error = raised
+    raise_on_all_ranks(error, group)
     return data
 
 

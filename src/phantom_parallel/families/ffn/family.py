@@ -50,7 +50,8 @@ class FFNTask(Task[FFNTrainConfig]):
             settings |= {"stream": (config.model.width,), "wire": config.wire}
             self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, **settings)
             self.counts = self.pipeline.is_last
-        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)))
+        group = None if parallel.single_process else parallel.group or dist.group.WORLD
+        self._data = open_data(config, *((parallel.tp_rank, config.ranks) if sharded else (0, 1)), group)
         self.held_out = torch.arange(self._data.training_rows, self._data.rows)
 
     @staticmethod

@@ -26,7 +26,6 @@ from phantom_parallel.families.gpt.text import Text, find_file, find_tokenizer, 
 from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.ops import vocabulary_kl_divergence
 from phantom_parallel.train.config import HEAL, Schedule
-from phantom_parallel.utils.files import read_bytes
 from phantom_parallel.utils.settings import Features, NonNegativeInt, PositiveFloat, PositiveInt
 from phantom_parallel.utils.strategies import StrategyName
 
@@ -118,7 +117,7 @@ class HealConfig(TextTrainConfig):
     def tokenizer(self) -> str:
         """A name of the model's tokenizer, for the cache of tokens."""
         file = find_file(Path(self.model), TOKENIZER)
-        return "bytes" if file is None else sha256(read_bytes(file)).hexdigest()
+        return "bytes" if file is None else sha256(file.read_bytes()).hexdigest()
 
     def with_absolute_data(self) -> Self:
         changed = super().with_absolute_data()
@@ -257,5 +256,5 @@ def _digest(config: HealConfig, text: str) -> str:
     """Of the text and of both models, whose descriptions have digests of their weights."""
     digest = sha256(text.encode())
     for folder in (config.model, config.teacher):
-        digest.update(read_bytes(Path(folder) / "config.json"))
+        digest.update((Path(folder) / "config.json").read_bytes())
     return digest.hexdigest()[:32]

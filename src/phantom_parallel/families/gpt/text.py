@@ -25,7 +25,7 @@ from torch import Tensor
 from phantom_parallel.checkpoint.pretrained import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from phantom_parallel.families.gpt.config import PYTHON
 from phantom_parallel.utils.arrays import generator
-from phantom_parallel.utils.files import atomic_folder, cache_folder, read_bytes, read_json, write_text
+from phantom_parallel.utils.files import atomic_folder, cache_folder, read_json, write_text
 
 _ENCODED_BYTES = 1 << 16  # of text that are encoded at once, up to the end of a line
 _LONG_WORD = re.compile(r"(\S{1024}|\s{1024})")
@@ -133,7 +133,7 @@ def _pieces(text: bytes) -> list[str]:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a folder: its ``tokenizer.json``, or bytes if there is none."""
     file = folder / TOKENIZER
-    return BPETokenizer.from_bytes(read_bytes(file), str(file)) if file.exists() else ByteTokenizer()
+    return BPETokenizer.from_bytes(file.read_bytes(), str(file)) if file.exists() else ByteTokenizer()
 
 
 def find_file(model: Path, name: str) -> Path | None:
