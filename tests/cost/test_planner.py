@@ -71,7 +71,7 @@ def test_each_goal_is_met() -> None:
     for goal, answer in plans.items():
         rows = answer.best_of_each
         assert [c.same_model for c in rows] == sorted((c.same_model for c in rows), reverse=True)
-        phantoms = [c for c in answer.candidates if not c.same_model]
+        phantoms = [c for c in answer.candidates if c.layout.strategy == "phantom"]
         measure = {"time": "seconds", "energy": "joules", "devices": "devices"}[goal]
         assert getattr(rows[-1], measure) == min(getattr(c, measure) for c in phantoms)
 
@@ -93,7 +93,7 @@ def test_the_break_even_is_where_the_best_dense_layout_takes_as_long_to_the_loss
 
 def test_memory_too_small_names_the_layout_that_comes_nearest() -> None:
     limit = ffn("tensor", 1024, 4, ranks=32, batch=64).memory.total / GIB
-    with pytest.raises(ValueError, match=r"nothing fits: the smallest, tensor on 8 ranks, needs"):
+    with pytest.raises(ValueError, match=r"nothing fits: tensor on 8 ranks needs"):
         plan(request(width=1024, batch=64, devices=8, memory_gib=limit, strategy=("tensor",), dp=(1,)))
     assert plan(request(width=1024, batch=64, devices=32, memory_gib=limit, strategy=("tensor",), dp=(1,)))
 

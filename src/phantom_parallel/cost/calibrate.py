@@ -338,13 +338,13 @@ def validate(
     ranks: int, profile: Profile, models: Sequence[Mapping[str, Shape]], turns: int, report: Report
 ) -> list[dict[str, Any]]:
     """Time the training steps of ``models``, each a phantom model and its baseline, on ranks as for `measure` in turns
-    of three steps, and compare them with the time model: a record for each, as `compare` makes it.
+    of three steps, and compare them with the time model: a record for each.
     """
     measured = _on_ranks(ranks, _run_all, models, turns, report=report)
-    return [compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
+    return [_compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
 
 
-def compare(shapes: Mapping[str, Shape], measured: Mapping[str, float], profile: Profile) -> dict[str, Any]:
+def _compare(shapes: Mapping[str, Shape], measured: Mapping[str, float], profile: Profile) -> dict[str, Any]:
     """Seconds ``measured`` and ``predicted`` by strategy, the ratios of phantom to the baseline, and the ``error`` of
     the predicted ratio relative to the measured one.
     """
@@ -400,8 +400,6 @@ def network_of(hosts: int | None, link: str | None, ranks: int, *, dtype: str = 
         return network
     profile = load_profile(like[0])
     profile.require_dtype(dtype)
-    if dtype not in DTYPES:
-        raise ValueError(f"FLOP/s cannot be measured in {dtype}: use {', '.join(DTYPES)}")
     return scaled(network, ranks, profile, dtype, launch_local(ranks, measure_flops, dtype, device_type="cpu"))
 
 

@@ -206,9 +206,9 @@ class Ledger(TorchDispatchMode):
         table.add_row("all", "", "", f"{self.flops / 1e9:,.3f}", f"{self.moved_bytes:,}")
         return table
 
-    def tree(self, depth: int | None = None) -> str:
-        """Products, FLOPs, collectives and sent bytes of each module, with those of the modules within it; of ``depth``
-        levels of modules, by default all. What ran outside of all modules is in the first line only.
+    def __str__(self) -> str:
+        """Products, FLOPs, collectives and sent bytes of each module, with those of the modules within it. What ran
+        outside of all modules is in the first line only.
         """
 
         def paths(entry: Entry) -> list[tuple[str, ...]]:
@@ -219,14 +219,10 @@ class Ledger(TorchDispatchMode):
         places = {path: place for place, path in enumerate(sums)}
         lines = [f"{'module':<40}{'products':>10}{'FLOPs':>24}{'share':>8}{'collectives':>13}{'bytes sent':>20}"]
         for path in sorted(sums, key=lambda path: [places[path[: end + 1]] for end in range(len(path))]):
-            if depth is None or len(path) <= depth:
-                products, flops, collectives, moved = sums[path]
-                name, share = "  " * len(path) + (path[-1] if path else "this rank"), flops / max(self.flops, 1)
-                lines.append(f"{name:<40}{products:>10,}{flops:>24,}{share:>8.1%}{collectives:>13,}{moved:>20,}")
+            products, flops, collectives, moved = sums[path]
+            name, share = "  " * len(path) + (path[-1] if path else "this rank"), flops / max(self.flops, 1)
+            lines.append(f"{name:<40}{products:>10,}{flops:>24,}{share:>8.1%}{collectives:>13,}{moved:>20,}")
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.tree()
 
     def _sums(self, keys: Callable[[Entry], Iterable[tuple[str, ...]]]) -> dict[tuple[str, ...], Sums]:
         """What was counted, by keys of entries."""

@@ -15,12 +15,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from phantom_parallel.cost.hardware import WORD_BYTES, Profile
+from phantom_parallel.cost.hardware import WORD_BYTES, Fraction, Profile
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.cost.timing import Clock, StepTime
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.utils import strategies
 from phantom_parallel.utils.layout import nearest_divisors, positive
+from phantom_parallel.utils.settings import PositiveFloat, PositiveInt, validate
 from phantom_parallel.utils.strategies import DEFAULT_GHOSTS, PLANNED, PlannedName, WireFormat
 
 Goal = Literal["time", "energy", "devices"]
@@ -119,26 +120,26 @@ class ModelSizes:
 class PlanSettings:
     """What to plan, apart from the model and the machine."""
 
-    batch: int
+    batch: PositiveInt
     """Rows (sequences) of one step, over all data-parallel copies."""
-    devices: int
+    devices: PositiveInt
     """The most devices to use."""
     strategy: tuple[PlannedName, ...] = ()
     """The strategies to compare; by default all, and from 16 devices on those that are only modelled."""
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[PositiveInt, ...] = ()
     """Blocks of a phantom model; if left out, as many as ranks, and fewer that ranks of a node share; on one rank, as
     many as copies."""
-    ghosts: tuple[int, ...] = (DEFAULT_GHOSTS,)
+    ghosts: tuple[PositiveInt, ...] = (DEFAULT_GHOSTS,)
     """Ghosts of a phantom model."""
-    dp: tuple[int, ...] = ()
+    dp: tuple[PositiveInt, ...] = ()
     """Data-parallel copies; whatever divides the batch if left out."""
-    pp: tuple[int, ...] = ()
+    pp: tuple[PositiveInt, ...] = ()
     """Stages of a pipeline that has ranks of another strategy in each; any number up to the layers if left out."""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: tuple[PositiveInt, ...] = ()
     """Micro-batches of a pipeline; if left out, its stages times powers of two, as far as they divide the rows."""
-    channels: float = 0.5
+    channels: Fraction = 0.5
     """The share of a layer's output channels that caat-net sums over ranks."""
-    memory_gib: float | None = None
+    memory_gib: PositiveFloat | None = None
     """Memory of a device that may be used; the profile's less 10 % if left out."""
     goal: Goal = "time"
     """What the best plan has the least of."""
@@ -156,12 +157,7 @@ class PlanRequest(PlanSettings):
     profile: Profile
 
     def __post_init__(self) -> None:
-        for name in ("batch", "devices", "blocks", "ghosts", "dp", "pp", "micro_batches"):
-            value = getattr(self, name)
-            for size in value if isinstance(value, tuple) else (value,):
-                positive(**{name: size})
-        if not 0 < self.channels <= 1:
-            raise ValueError(f"channels must be above 0 and at most 1, got {self.channels}")
+        validate(self)
         running, modelled = planned_strategies(self.model.family)
         compared = running + (modelled if self.devices >= MODELLED_FROM else ())
         object.__setattr__(self, "strategy", self.strategy or compared)
@@ -171,8 +167,6 @@ class PlanRequest(PlanSettings):
         self.profile.require_devices(self.devices)
         if self.goal == "energy" and not self.profile.has_power:
             raise ValueError(f"profile {self.profile.name!r} has no watts, so no energies: plan for time or devices")
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise ValueError(f"the memory limit must be positive, got {self.memory_gib}")
         if max(self.dp, default=1) > self.devices:
             raise ValueError(f"dp={max(self.dp)} needs more than {self.devices} devices: use at most {self.devices}")
         for blocks in self.blocks:  # blocks that are not possible raise here
@@ -304,16 +298,12 @@ def rank_by(goal: Goal, candidate: Candidate) -> tuple[float, ...]:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Time every layout of a model. ValueError if nothing fits: the message names what comes nearest."""
+    """Time every layout of a model. ValueError if nothing fits: the message says why."""
     candidates, dropped = _evaluate(request, _layouts(request, _counts(request.devices)))
-    if candidates:
-        return Plan(request, tuple(candidates), tuple(dropped))
-    heavy = [entry for entry in dropped if entry.needs is not None]
-    if not heavy:
-        reasons = {entry.reason for entry in dropped} or {f"no strategy of {', '.join(request.strategy)} applies"}
-        raise ValueError(f"nothing can run on {request.devices} devices: {'; '.join(sorted(reasons)[:3])}")
-    least = min(heavy, key=lambda entry: entry.needs or 0)
-    raise ValueError(f"nothing fits: the smallest, {least.layout}, {least.reason}; use more devices or a smaller batch")
+    answer = Plan(request, tuple(candidates), tuple(dropped))
+    if not candidates:
+        raise ValueError(f"nothing fits: {'; '.join(list(answer.missing.values())[:3])}")
+    return answer
 
 
 def scaling(request: PlanRequest) -> dict[str, list[Candidate]]:

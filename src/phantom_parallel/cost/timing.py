@@ -177,8 +177,7 @@ class Clock:
         return PhaseTime(*(layer.calls * taken for taken in (compute, exposed, hidden)))
 
     def step(self, shape: Shape, phases: tuple[str, ...] = PHASES) -> StepTime:
-        if shape.word_bytes != self.word_bytes:
-            raise ValueError(f"the shape has words of {shape.word_bytes} bytes: make it with {self.word_bytes=}")
+        assert shape.word_bytes == self.word_bytes
         devices, kinds, profile = shape.ranks * shape.pp * shape.dp, shape.stages(), self.profile
         profile.require_devices(devices)
         step = self._rank(shape, phases) if shape.stage is None else self._pipeline(shape.stage, kinds, phases)

@@ -77,7 +77,6 @@ def assign_sensors(available: Sequence[Available], rank: int) -> dict[str, bool]
 class RankMeasurement:
     """What one rank measured in a window. All ranks gather these when the window closes."""
 
-    name: str
     host: str
     seconds: float
     rows: tuple[SensorEnergy, ...]
@@ -166,7 +165,6 @@ class EnergyMeter:
         limits = [spec.max_unread_seconds for spec in self._specs if spec.max_unread_seconds]
         self._period = min(limits) / READS_PER_UNREAD_LIMIT if limits else None
         self._lock = threading.Lock()  # one thread at a time reads: sources keep state
-        self._open = False
 
     def _read(self, *, fresh: bool) -> dict[str, SensorReading]:
         with self._lock:
@@ -193,33 +191,28 @@ class EnergyMeter:
 
     @contextmanager
     def window(self, name: str) -> Iterator[Window]:
-        """Context manager that measures its body. Windows do not nest.
+        """Context manager that measures its body.
 
         If the body raises, the window has no result and the ranks are not synchronized, as others may never arrive.
         """
-        if self._open:
-            raise ValueError("a window of this meter is open already: windows do not nest")
         recorder = None if self._timer is None else TimeSplitRecorder(self.device.type, self._timer)
-        window, self._open = Window(name, recorder), True
-        try:
+        window = Window(name, recorder)
+        synchronize(self.device)
+        barrier(self._group)
+        first = self._read(fresh=True)
+        barrier(self._group)  # no rank starts to work while another still reads
+        start = self._clock()
+        with self._sampling(), recorder or nullcontext():
+            yield window
             synchronize(self.device)
-            barrier(self._group)
-            first = self._read(fresh=True)
-            barrier(self._group)  # no rank starts to work while another still reads
-            start = self._clock()
-            with self._sampling(), recorder or nullcontext():
-                yield window
-                synchronize(self.device)
-            # Taken before the barrier: the wait for other ranks is not work of this rank.
-            busy = None if recorder is None else recorder.totals().busy(self._clock() - start)
-            barrier(self._group)
-            last = self._read(fresh=True)
-            rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
-            seconds = self._clock() - start
-            measured = RankMeasurement(name, self.host.name, seconds, rows, window.steps, busy, self.profile)
-            window._result = merge_ranks(all_gather_objects(measured, self._group, RankMeasurement))
-        finally:
-            self._open = False
+        # Taken before the barrier: the wait for other ranks is not work of this rank.
+        busy = None if recorder is None else recorder.totals().busy(self._clock() - start)
+        barrier(self._group)
+        last = self._read(fresh=True)
+        rows = tuple(self._sensor_energy(spec, first[spec.id], last[spec.id]) for spec in self._specs)
+        seconds = self._clock() - start
+        measured = RankMeasurement(self.host.name, seconds, rows, window.steps, busy, self.profile)
+        window._result = merge_ranks(name, all_gather_objects(measured, self._group, RankMeasurement))
 
     def _sensor_energy(self, spec: SensorSpec, before: SensorReading, after: SensorReading) -> SensorEnergy:
         """Return what a sensor measured between two readings."""
@@ -257,11 +250,8 @@ def _difference(before: SensorReading, after: SensorReading) -> tuple[float | No
     return joules, seconds, ""
 
 
-def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
-    """Merge the measurements of all ranks, in rank order, into the result of the window."""
-    names = [measurement.name for measurement in measurements]
-    if len(set(names)) > 1:
-        raise ValueError(f"ranks closed different windows, in rank order: {', '.join(names)}")
+def merge_ranks(name: str, measurements: Sequence[RankMeasurement]) -> WindowResult:
+    """Merge the measurements of all ranks, in rank order, into the result of a window."""
     seconds = max(measurement.seconds for measurement in measurements)
     rows = [row for measurement in measurements for row in measurement.rows]
     time_splits = []
@@ -286,7 +276,7 @@ def merge_ranks(measurements: Sequence[RankMeasurement]) -> WindowResult:
                 )
                 rows.append(modelled)
     return WindowResult(
-        name=names[0],
+        name=name,
         seconds=seconds,
         rows=tuple(rows),
         time_splits=tuple(time_splits),

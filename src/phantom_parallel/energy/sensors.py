@@ -288,16 +288,10 @@ TWO_DIES = "MI250"  # part of the market name of packages with two dies
 
 
 def probe_nvidia(
-    device: torch.device | None = None,
-    *,
-    nvml: Any = None,
-    clock: Clock = time.perf_counter,
-    driver: Path = NVIDIA_DRIVER,
+    device: torch.device | None = None, *, nvml: Any = None, clock: Clock = time.perf_counter
 ) -> Discovery:
-    """Look for the NVIDIA GPU of a rank, or without a device for every GPU that torch sees.
-
-    ``nvml`` is the module ``pynvml``, and ``driver`` exists if the NVIDIA driver is loaded.
-    """
+    """Look for the NVIDIA GPU of a rank, or without a device for every GPU that torch sees; ``nvml`` is ``pynvml``."""
+    driver = NVIDIA_DRIVER
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
@@ -322,14 +316,9 @@ def _read_nvidia(nvml: Any, handle: Any, now: float) -> EnergySample:
     return EnergySample(now, nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
 
-def probe_amd(
-    device: torch.device | None = None,
-    *,
-    smi: Any = None,
-    clock: Clock = time.perf_counter,
-    driver: Path = AMD_DRIVER,
-) -> Discovery:
+def probe_amd(device: torch.device | None = None, *, smi: Any = None, clock: Clock = time.perf_counter) -> Discovery:
     """Look for the AMD GPU, or package of two dies, of a rank. Like :func:`probe_nvidia`; ``smi`` is ``amdsmi``."""
+    driver = AMD_DRIVER
     try:
         smi = smi or importlib.import_module("amdsmi")
     except (ImportError, OSError, KeyError) as error:  # the last two if it cannot load the ROCm library

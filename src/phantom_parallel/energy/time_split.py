@@ -16,8 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,8 +44,7 @@ def can_split_time(model: nn.Module, device: torch.device) -> bool:
     return device.type == "cpu" or not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-@dataclass
-class TimeTotals:
+class TimeTotals(NamedTuple):
     """Seconds since the recorder was created. The difference of two totals covers a window."""
 
     step_seconds: float = 0.0
@@ -55,8 +53,7 @@ class TimeTotals:
 
     def since(self, earlier: "TimeTotals") -> "TimeTotals":
         """Return the seconds between ``earlier`` and this total."""
-        before = asdict(earlier)
-        return TimeTotals(**{name: seconds - before[name] for name, seconds in asdict(self).items()})
+        return TimeTotals(*(after - before for after, before in zip(self, earlier, strict=True)))
 
     def busy(self, body_seconds: float) -> tuple[float, float]:
         """Return the compute and communication seconds of a window whose body took ``body_seconds``."""
@@ -109,7 +106,7 @@ class TimeSplitRecorder:
     def totals(self) -> TimeTotals:
         """Return the totals so far, of steps that have ended. Waits for the device."""
         self._sum_pending(wait=True)
-        return TimeTotals(**asdict(self._totals))
+        return self._totals
 
     def _record(self, field: str, start: Any) -> None:
         """Record the interval from ``start`` to now."""
@@ -120,7 +117,8 @@ class TimeSplitRecorder:
     def _sum_pending(self, wait: bool) -> None:
         while self._pending and (wait or self._timer.ready(self._pending[0][2])):
             field, start, end = self._pending.popleft()
-            setattr(self._totals, field, getattr(self._totals, field) + self._timer.seconds(start, end))
+            total = getattr(self._totals, field) + self._timer.seconds(start, end)
+            self._totals = self._totals._replace(**{field: total})
 
 
 @contextmanager

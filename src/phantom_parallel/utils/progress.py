@@ -27,9 +27,6 @@ class LenientStderr:
         with suppress(OSError, AttributeError):
             self._stream.flush()
 
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import open_data, rows_of_step
-from phantom_parallel.families.ffn.family import FFNTask
 
 WIDTH = 16
 
@@ -79,9 +79,17 @@ def test_a_users_arrays_are_read_by_features(tmp_path, kind):
     assert kind != "npy" or isinstance(data.x.base, np.memmap)  # mapped, and not read
 
 
-def test_a_value_that_is_not_finite_is_named_before_ranks_start(tmp_path):
-    with pytest.raises(ValueError, match=r"row 60 of x \(held out\) is not finite"):
-        FFNTask.check(config(data=written(tmp_path, "npy", x={(60, 9): np.nan}), ranks=2))
+def open_on_rank(training: FFNTrainConfig) -> str:
+    with pytest.raises(ValueError, match="is not finite") as caught:
+        open_data(training, dist.get_rank(), training.ranks, dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_finds_in_its_features(ranks, tmp_path):
+    path = written(tmp_path, "npy", x={(60, 9): np.nan})  # a feature of rank 1
+    messages = ranks(2)(open_on_rank, config(data=path, ranks=2))
+    assert messages[0] == messages[1]
+    assert "row 60 of x (held out)" in messages[0]
 
 
 def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
