@@ -102,8 +102,8 @@ class Layer(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile what is computed between two exchanges."""
-        self.attention.mix = torch.compile(self.attention.mix)
-        self.mlp.gated = torch.compile(self.mlp.gated)
+        self.attention.mix = torch.compile(self.attention.mix)  # type: ignore[method-assign]
+        self.mlp.gated = torch.compile(self.mlp.gated)  # type: ignore[method-assign]
 
 
 class HeadAttention(nn.Module):
@@ -147,7 +147,7 @@ class ParallelLayer(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile what is computed between two exchanges."""
-        self._mix = torch.compile(self._mix)
+        self._mix = torch.compile(self._mix)  # type: ignore[method-assign]
 
     def _mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         each = projected.unflatten(-1, (-1, self.piece))  # (batch, t, local kv heads, features)
