@@ -148,6 +148,7 @@ def _replace_groups(rank: int, size: int, store: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from phantom_parallel.checkpoint import shards
     from phantom_parallel.ops import collectives
@@ -158,6 +159,7 @@ def _replace_groups(rank: int, size: int, store: str, backend: str) -> None:
     if groups == 1:
         return
     dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # in which equal meshes have the names of groups that are no more
     collectives.make_levels.cache_clear()
     shards._storage_groups.clear()
     _init_group(rank, size, store, backend)

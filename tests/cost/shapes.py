@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
 
-from phantom_parallel.cost.dryrun import build_step, count_step, differences, memory_differences
+from phantom_parallel.cost.dryrun import build_step, count_step, differences, memory_differences, meshes_of
 from phantom_parallel.cost.terms import Shape
 from phantom_parallel.families.ffn.cost import FFNShape
 
@@ -15,12 +15,12 @@ def ffn(strategy: str, width: int, depth: int, **settings) -> FFNShape:
 
 def count(*shapes: Shape) -> list[str]:
     """Where the formulas for steps of a model differ from what this rank did."""
-    mesh = init_device_mesh("cpu", (shapes[0].dp, shapes[0].ranks), mesh_dim_names=("dp", "tp"))
+    copies, mesh = meshes_of(shapes[0])
     wrong = []
     for each in shapes:
-        shape = replace(each, rank=mesh["tp"].get_local_rank())
-        step = build_step(shape, mesh["tp"] if shape.ranks > 1 else None)
-        ledger, memory = count_step(step, shape, mesh["dp"])
+        shape = replace(each, rank=dist.get_rank() % (each.ranks * each.pp))
+        step = build_step(shape, mesh)
+        ledger, memory = count_step(step, shape, copies)
         wrong += differences(shape, ledger, native=False, root=type(step.model).__name__)
         wrong += memory_differences(shape, memory)
     return wrong

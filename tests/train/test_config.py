@@ -15,7 +15,7 @@ DENSE = {"strategy": "dense", "blocks": None, "ghosts": None}
         (DENSE | {"ranks": 2}, "dense runs on one rank"),
         (DENSE | {"lr_local": 2.0}, "belong to the strategy phantom"),
         (DENSE | {"strategy": "fsdp", "ranks": 3, "batch": 16}, "batch=16 is not a multiple of dp=1 times"),
-        (DENSE | {"strategy": "pipeline", "ranks": 4}, "needs a layer for each, got 2: use at most 2 ranks"),
+        (DENSE | {"strategy": "pipeline", "ranks": 4}, "needs a layer for each, got 2: use fewer stages"),
         (DENSE | {"strategy": "pipeline", "ranks": 2, "micro_batches": 5, "batch": 16}, "batch=16 is not a multiple"),
         ({"batch": 10, "dp": 4}, "use 8 or 12"),
         ({"lr": float("nan")}, "lr must be a number above 0, got nan"),

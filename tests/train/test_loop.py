@@ -41,7 +41,7 @@ def losses(config: FFNTrainConfig, folder: str | None = None, resume: str | None
     reported = {}
     train(
         config,
-        ParallelContext.create(config.ranks, config.dp, CPU),
+        ParallelContext.create(config.ranks, config.dp, CPU, pp=config.pp),
         checkpoints=None if folder is None else Path(folder),
         resume=None if resume is None else Path(resume),
         report=lambda record: reported.update({record.step: (record.loss, record.eval_loss)}),

@@ -200,9 +200,11 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 
 
 def _storage_group(model: nn.Module, tensors: Mapping[str, Tensor]) -> Group:
-    """The ranks that hold parts of a model, once all of them are there. The stages of a pipeline hold whole tensors."""
+    """The ranks that hold parts of a model, once all of them are there. Stages of a pipeline hold tensors of their own,
+    which do not name the other stages.
+    """
     mesh = getattr(model, "mesh", None)
-    staged = isinstance(mesh, DeviceMesh) and get_strategy(model.config.strategy).splits_depth  # type: ignore[union-attr]
+    staged = isinstance(mesh, DeviceMesh) and isinstance(getattr(model, "stages", None), DeviceMesh)
     group = mesh.get_group() if staged else shards.group_of(tensors.values())  # type: ignore[union-attr]
     barrier(group)  # a missing rank is noticed within the timeout of this group, and not within that of storage
     return shards.storage_group(group)

@@ -42,10 +42,12 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """Ranks that share the model."""
     rank: int = 0
     """The rank that is run."""
+    pp: int = 1
+    """Stages of a transformer's layers, with ranks ranks in each."""
     dp: int = 1
     """Data-parallel copies."""
     micro_batches: int | None = None
-    """Micro-batches that pass through the stages, for pipeline; by default as many as ranks."""
+    """Micro-batches that pass through the stages of a pipeline; by default as many as stages."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after forward and gather them again for backward, for fsdp."""
     batch: int = 64
@@ -92,7 +94,7 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     def _communication(self, layout: Layout) -> None:
         if self.mode != "train":
             raise ValueError(f"--communication shows all phases: leave out --mode {self.mode}")
-        if self.ranks * self.dp == 1:
+        if self.ranks * self.pp * self.dp == 1:
             raise ValueError("one rank sends nothing, so there is no communication to show: use --ranks of 2 or more")
         shapes: dict[str, Shape] = {layout.strategy: self._shape(layout)}
         baseline = get_family(self.model_sizes.family).baseline
@@ -148,8 +150,8 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
         if options.value_of("--strategy", arguments) in (None, "phantom"):
             defaults["blocks"] = defaults["ranks"]
         strategy = get_strategy(options.value_of("--strategy", arguments) or strategies[0])
-        # Data-parallel copies and micro-batches divide the batch.
-        if not (strategy.shards_rows or strategy.splits_depth or options.value_of("--dp", arguments)):
+        divided = any(options.value_of(name, arguments) for name in ("--dp", "--pp"))
+        if not (strategy.shards_rows or strategy.splits_depth or divided):  # which divide the batch
             defaults["batch"] = 1
         defaults |= {"context": min(sizes["context"], MAX_CONTEXT)} if "context" in sizes else {}
     return options.with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults

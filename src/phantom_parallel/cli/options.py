@@ -1,5 +1,6 @@
 """Options that several commands share, with one name and one help text, and the parser of options."""
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -186,12 +187,13 @@ def value_of(option: str, arguments: list[str]) -> str | None:
     return None
 
 
-def ranks_of_launcher(arguments: list[str], dp: int = 1) -> dict[str, int]:
-    """The default of ``--ranks`` where another launcher has started the ranks: their number over ``--dp``."""
+def ranks_of_launcher(arguments: list[str], dp: int = 1, pp: int = 1) -> dict[str, int]:
+    """The default of ``--ranks`` where another launcher has started the ranks: their number over dp and pp."""
     if not launched_externally() or value_of("--ranks", arguments):
         return {}
-    copies = value_of("--dp", arguments) or str(dp)
-    return {"ranks": max(1, external_ranks() // int(copies))} if copies.isdigit() and int(copies) else {}
+    given = value_of("--dp", arguments) or str(dp), value_of("--pp", arguments) or str(pp)
+    copies = math.prod(int(count) if count.isdigit() else 0 for count in given)
+    return {"ranks": max(1, external_ranks() // copies)} if copies else {}
 
 
 def make_options(base: type[Any], settings: Mapping[str, Setting], text: str, /, **attributes: Any) -> type[Any]:

@@ -157,7 +157,7 @@ def _table(answer: Plan, title: str, candidates: Sequence[Candidate], every: boo
         "lowrank has the weights of phantom with these blocks and ghosts": lambda c: c.layout.rules.low_rank,
         "tensor-2d (inputs x outputs) and caat-net cannot run here": lambda c: c.layout.strategy not in STRATEGIES,
         "/8: 8 micro-batches": lambda c: c.layout.micro_batches,
-        "pp: stages of so many ranks each, modelled only": lambda c: c.layout.pp > 1,
+        "pp: stages of so many ranks each": lambda c: c.layout.pp > 1,
         "fsdp, kept: whole weights are kept from forward to backward": lambda c: not c.layout.reshard_after_forward,
         "MFU: % of the peak; gap: % of energy above that of the FLOPs at the peak": lambda c: every,
     }

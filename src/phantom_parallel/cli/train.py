@@ -38,14 +38,14 @@ class TrainOptions(LaunchOptions, Tf32Option, JsonOption):
     out: Path
     """Folder for the settings, metrics.jsonl, checkpoints and the model; new or empty unless --resume."""
     resume: Flag = False
-    """Continue from the latest checkpoint in --out. Ranks, dp, steps and intervals may differ, the rest must agree."""
+    """Continue from the latest checkpoint in --out. Ranks, pp, dp, steps, intervals may differ, the rest must agree."""
 
     def config(self) -> TrainConfig:
         return self.config_class.from_dict({name: getattr(self, name) for name in self.settings})
 
     def run(self) -> None:
         config = self.config()
-        with self.launching(config.ranks * config.dp, config.dtype) as network:
+        with self.launching(config.world, config.dtype) as network:
             summary = run(config, self.out, resume=self.resume, show=True)
         if not is_rank_zero():
             return
@@ -70,7 +70,9 @@ def resumed_settings(
     out, defaults = options.value_of("--out", arguments), dict[str, Any]()
     if "--resume" in arguments and out is not None:
         family, defaults = read_config(Path(out), family, heals=heals)
-    return family, {**defaults, **options.ranks_of_launcher(arguments, defaults.get("dp", 1))}
+        if options.value_of("--pp", arguments) is not None:
+            defaults.pop("micro_batches", None)  # which other stages may not have
+    return family, {**defaults, **options.ranks_of_launcher(arguments, defaults.get("dp", 1), defaults.get("pp", 1))}
 
 
 def train_options(config_class: type[TrainConfig], text: str, hidden: Sequence[str] = ()) -> type[Any]:

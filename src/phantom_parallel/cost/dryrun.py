@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,16 +18,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.ledger import Ledger, ProductEntry
 from phantom_parallel.cost.terms import Exchange, Memory, Product, Shape
 from phantom_parallel.distributed.data_parallel import average_gradients
 from phantom_parallel.distributed.pipeline import Pipeline
+from phantom_parallel.distributed.process_group import make_mesh
 from phantom_parallel.families.registry import get_family
+from phantom_parallel.ops.collectives import STAGES
 from phantom_parallel.utils.strategies import StrategyName, get_strategy
 
 _aten = torch.ops.aten
@@ -60,6 +63,11 @@ class InferencePass:
 
     model: nn.Module
     forward: Callable[[], Iterable[Tensor]]
+    recomputed: tuple[nn.Module, ...] = ()
+
+    def run(self) -> None:
+        """Run the pass."""
+        self.forward()
 
 
 def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
@@ -125,12 +133,16 @@ def dry_run(shape: Shape) -> DryRun:
     with ExitStack() as stack:
         copies, mesh = stack.enter_context(fake_ranks(shape))
         stack.enter_context(FusedAttention())
-        fake = mesh is not None and not get_strategy(shape.strategy).splits_layers
+        fake = not shape.splits_work
         if fake:
             stack.enter_context(FakeTensorMode())
         step = build_step(shape, mesh, device=FAKE if fake else "meta")
-        for module in step.recomputed if isinstance(step, TrainingStep) else ():
+        for module in step.recomputed:
             module.forward = FusedAttention()(module.forward)  # autograd does not keep the mode for backward
+        if shape.pp > 1:  # DTensor computes the shapes of whole tensors on fake ones once, which is no rank's work
+            with nullcontext() if isinstance(step, TrainingStep) else torch.no_grad():
+                step.run()
+            step.model.zero_grad()
         ledger, memory = count_step(step, shape, copies)
     wrong = differences(shape, ledger, native=True, root=type(step.model).__name__)
     wrong += memory_differences(shape, memory)
@@ -179,12 +191,19 @@ def fake_ranks(shape: Shape) -> Iterator[tuple[DeviceMesh | None, DeviceMesh | N
     """The data-parallel and the model mesh of rank ``shape.rank`` in a process group whose other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-    dist.init_process_group("fake", store=FakeStore(), rank=shape.rank, world_size=shape.ranks * shape.dp)
+    dist.init_process_group("fake", store=FakeStore(), rank=shape.rank, world_size=shape.ranks * shape.pp * shape.dp)
     try:
-        mesh = init_device_mesh("cpu", (shape.dp, shape.ranks), mesh_dim_names=("dp", "tp"))
-        yield (mesh["dp"] if shape.dp > 1 else None), (mesh["tp"] if shape.ranks > 1 else None)
+        _clear_sharding_prop_cache()  # in which the meshes of two ranks are equal
+        yield meshes_of(shape)
     finally:
         dist.destroy_process_group()
+
+
+def meshes_of(shape: Shape) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The data-parallel and the model mesh of this rank of the process group; None where they would have one rank."""
+    mesh = make_mesh("cpu", shape.ranks, shape.dp, shape.pp)
+    model = mesh[STAGES] if shape.pp > 1 else mesh["tp"] if shape.ranks > 1 else None
+    return (mesh["dp"] if shape.dp > 1 else None), model
 
 
 class FusedAttention(TorchFunctionMode, ContextDecorator):

@@ -1,9 +1,11 @@
-"""Pipelines: every rank holds some consecutive layers of a model, and micro-batches pass through the ranks in turn.
+"""Pipelines: stages hold consecutive layers of a model, on one rank each or shared by several, and micro-batches pass
+through the stages in turn.
 
 The schedule is torch's ``Schedule1F1B``. A stage runs as many forward passes ahead as there are stages from it to the
 last, then one backward and one forward pass in turn, so that it keeps the activations of that many micro-batches and no
-more. Each rank sends the last layer's outputs to the next one and their gradients to the one before, once for each
-micro-batch. With M micro-batches and P stages of equal time, a rank is idle for (P-1) / (M+P-1) of a step.
+more. Each rank sends what it holds of the last layer's outputs to the rank of its place in the next stage, and their
+gradients to that in the stage before, once for each micro-batch: its features of a stream that is sharded, all of one
+that ranks replicate. With M micro-batches and P stages of equal time, a rank is idle for (P-1) / (M+P-1) of a step.
 """
 
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.tensor import DTensor
 
 from phantom_parallel.ops.collectives import subgroup
 from phantom_parallel.utils.layout import check_micro_batches
@@ -24,11 +27,12 @@ Run = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Pipeline:
-    """The stages of a model, one on each rank of a one-dimensional mesh, in the order of the stages.
+    """The stages of a model, one on each rank of a one-dimensional mesh, in the order of the stages. Where several
+    ranks share a stage, each has such a mesh with those of its place in the other stages.
 
     ``run(x, targets)`` computes this rank's stage ``model`` of the model's input or what the stage before returned; on
     the last stage there are targets, and it returns the mean loss over the rows. ``stream`` is the shape of a row that
-    stages compute and send on, of this dtype, or rounded to bf16 by that ``wire``.
+    a rank computes and sends on, of this dtype, or rounded to bf16 by that ``wire``.
     """
 
     def __init__(
@@ -144,3 +148,14 @@ def ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if mesh.get_local_rank() not in (0, mesh.size() - 1):
         return None
     return mesh.get_group() if len(ranks) == 2 else subgroup([ranks[0], ranks[-1]], mesh.get_group())
+
+
+@torch.no_grad()
+def sum_over_ends(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
+    """Sum the gradient of a parameter that both `ends` of a pipeline hold; nothing where ``group`` is None."""
+    gradient = parameter.grad
+    if group is None or gradient is None:
+        return
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # an embedding's may be whole on every rank
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phantom_parallel.distributed.launch import MACHINE_RANKS
 from phantom_parallel.distributed.launchers import JOB, launched_externally
-from phantom_parallel.distributed.objects import refuse_pickles
+from phantom_parallel.distributed.objects import process_group_of, refuse_pickles
 from phantom_parallel.distributed.signals import Interrupted
+from phantom_parallel.ops.collectives import STAGES
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
@@ -26,25 +27,34 @@ _stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}
 class ParallelContext:
     """Position of this process among the ranks of a job."""
 
-    tp: DeviceMesh | None = None  # ranks that share this process's model; None where it has the model to itself
+    tp: DeviceMesh | None = None  # ranks that share this process's layers; None where it has them to itself
     dp: DeviceMesh | None = None  # data-parallel copies; None where there is one
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     group: dist.ProcessGroup | None = None  # all ranks together; the default process group if None
+    pp: DeviceMesh | None = None  # stages and the ranks of each, ("pp", "tp"); None where there is one stage
 
     @classmethod
-    def create(cls, ranks: int, dp: int, device: torch.device, group: Any = None) -> "ParallelContext":
-        """Build the meshes of the first ``ranks * dp`` processes, those of ``group`` if given, with its timeout; ranks
-        that share a model are neighbours. Every process calls this.
+    def create(cls, ranks: int, dp: int, device: torch.device, group: Any = None, *, pp: int = 1) -> "ParallelContext":
+        """Build the meshes of the first ``ranks * pp * dp`` processes, those of ``group`` if given, with its timeout;
+        ranks that share a layer are neighbours, stages of a model follow each other. Every process calls this.
         """
-        if ranks * dp == 1:
+        if ranks * pp * dp == 1:
             return cls(device=device, group=group)
-        mesh = init_device_mesh(device.type, (dp, ranks), mesh_dim_names=("dp", "tp"))
-        if dist.get_rank() >= ranks * dp:
+        mesh = make_mesh(device.type, ranks, dp, pp)
+        if dist.get_rank() >= ranks * pp * dp:
             return cls(device=device)
         members: Any = group or dist.group.WORLD
-        for part in mesh.get_all_groups():  # torch gives half an hour to groups of some ranks
+        stages = mesh[STAGES] if pp > 1 else None
+        groups = mesh.get_all_groups() + ([] if stages is None else [process_group_of(stages)])
+        for part in groups:  # torch gives half an hour to groups of some ranks
             dist.distributed_c10d._set_pg_timeout(members._get_backend(device).options._timeout, part)
-        return cls(mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None, device, group)
+        tp, copies = mesh["tp"] if ranks > 1 else None, mesh["dp"] if dp > 1 else None
+        return cls(tp, copies, device, group, stages)
+
+    @property
+    def shared(self) -> DeviceMesh | None:
+        """Ranks that share this process's model, stages and the ranks of each together; None if it is alone."""
+        return self.tp if self.pp is None else self.pp
 
     @property
     def rank(self) -> int:
@@ -52,17 +62,28 @@ class ParallelContext:
 
     @property
     def single_process(self) -> bool:
-        return self.tp is None and self.dp is None
+        return self.shared is None and self.dp is None
 
     @property
     def tp_rank(self) -> int:
-        """Rank of this process among those that share its model."""
+        """Rank of this process among those that share its layers."""
         return 0 if self.tp is None else self.tp.get_local_rank()
 
     @property
     def dp_rank(self) -> int:
         """Index of this process's data-parallel copy."""
         return 0 if self.dp is None else self.dp.get_local_rank()
+
+
+def make_mesh(device_type: str, ranks: int, dp: int, pp: int = 1) -> DeviceMesh:
+    """The mesh of copies, of their stages if there are several, and of the ranks in a stage, with the dimensions "dp",
+    "pp" and "tp". Every process calls this.
+    """
+    sizes = {"dp": dp, "pp": pp, "tp": ranks} if pp > 1 else {"dp": dp, "tp": ranks}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if pp > 1:
+        mesh[STAGES]._flatten()  # now, as every process takes part in making its groups
+    return mesh
 
 
 @contextmanager

@@ -48,6 +48,7 @@ _all_to_all, _wait = _c10d.all_to_all_single.default, _c10d.wait_tensor.default
 _all_reduce = _c10d.all_reduce.default
 
 LEVELS = ("blocks", "inside")  # dimensions of a mesh on which several ranks share each block
+STAGES = ("pp", "tp")  # dimensions of a mesh of the stages of a pipeline, with several ranks in each
 
 
 class RankGroup(NamedTuple):
@@ -151,6 +152,15 @@ def flat_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
         return mesh._flatten()
     given = f"{tuple(mesh.shape)} with dimensions {mesh.mesh_dim_names}"
     raise ValueError(f'pass a one-dimensional mesh or {LEVELS}, got {given}: pass one of them, such as mesh["tp"]')
+
+
+def stage_meshes(mesh: DeviceMesh | None, single: bool = False) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Of the ranks that share a model, the mesh of stages and that of the ranks of this one's stage; None where there
+    is one. A mesh without the dimensions `STAGES` is one stage, or if ``single`` a stage on each rank.
+    """
+    if mesh is not None and mesh.mesh_dim_names == STAGES:
+        return mesh["pp"], mesh["tp"] if mesh.size(1) > 1 else None
+    return (mesh, None) if single else (None, mesh)
 
 
 def check_output_grad(d: Tensor, group: RankGroup) -> None:

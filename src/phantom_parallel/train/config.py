@@ -36,7 +36,7 @@ HEAL = "heal"  # the kind of trainings that continue from a converted model, wit
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(HasModel):
-    """Settings of every training. Up to rounding, losses depend on every field but ranks, dp and the intervals.
+    """Settings of every training. Up to rounding, losses depend on every field but ranks, pp, dp and the intervals.
 
     ``batch`` counts the rows of one step over all data-parallel copies and micro-batches together, so that a step means
     the same on any number of ranks. Training stops after ``steps`` steps, or when the held-out loss is at most
@@ -46,6 +46,7 @@ class TrainConfig(HasModel):
     family: ClassVar[str]  # name of the model family
     row: ClassVar[str] = "row"  # unit of a batch, in progress lines
     named_data: ClassVar[tuple[str, ...]]  # data sets that have names; other values of ``data`` are paths
+    pp = 1  # stages of ``ranks`` ranks each, in families that have them
     # Fields that may differ when a training is resumed: where and how long it runs, and what it writes.
     may_change: ClassVar[frozenset[str]] = frozenset(
         {"ranks", "dp", "steps", "target_loss", "compile", "log_every", "eval_every", "checkpoint_every", "keep"}
@@ -61,8 +62,8 @@ class TrainConfig(HasModel):
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches that each copy's rows of a step are split into."""
     micro_batches: PositiveInt | None = None
-    """Micro-batches that each copy's rows pass through the stages in, for pipeline: at least as many as ranks, which is
-    the default. More of them keep ranks idle for less of the time. They split what gradient accumulation leaves."""
+    """Micro-batches that each copy's rows pass through the stages of a pipeline in: at least as many as stages, which
+    is the default. More of them keep ranks idle for less of the time. They split what gradient accumulation leaves."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after forward and gather them again for backward, for fsdp. Without it, a third
     less is sent, and every rank holds the whole model from forward to backward."""
@@ -137,12 +138,14 @@ class TrainConfig(HasModel):
             )
         if not self.reshard_after_forward and not self.gathers_weights:
             raise ValueError(f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}")
-        if self.micro_batches is not None and not strategy.splits_depth:
-            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy}")
-        if self.stage_micro_batches < self.ranks:
+        if self.micro_batches is not None and self.pp == 1 and not strategy.splits_depth:
+            raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy} in one stage")
+        if self.stage_micro_batches < self.stages:
             raise ValueError(
-                f"micro_batches={self.micro_batches} is below ranks={self.ranks}: 1F1B needs as many stages"
+                f"micro_batches={self.micro_batches} is below the {self.stages} stages: 1F1B needs as many"
             )
+        if self.pp > 1:
+            self.model.check_stages(self.pp)
         self._check_batch(strategy)
         if self.model_class() is not None:
             self.model.check_ranks(self.ranks)
@@ -151,7 +154,7 @@ class TrainConfig(HasModel):
         factors = {"dp": self.dp, "gradient_accumulation_steps": self.gradient_accumulation_steps}
         if strategy.shards_rows:
             factors["ranks"] = self.ranks
-        if strategy.splits_depth:
+        if self.stages > 1:
             factors["micro_batches"] = self.stage_micro_batches
         pieces = math.prod(factors.values())
         if self.batch % pieces:
@@ -177,7 +180,17 @@ class TrainConfig(HasModel):
     @property
     def stage_micro_batches(self) -> int:
         """Micro-batches that pass through the stages of a pipeline."""
-        return self.ranks if self.micro_batches is None else self.micro_batches
+        return self.stages if self.micro_batches is None else self.micro_batches
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, of which every rank or group of ``ranks`` ranks has one."""
+        return self.ranks if get_strategy(self.strategy).splits_depth else self.pp
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of all stages and copies together."""
+        return self.ranks * self.pp * self.dp
 
     @property
     def row_shards(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from phantom_parallel.distributed.objects import process_group_of
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.nn.linear import parameter_groups
 from phantom_parallel.train.config import TrainConfig
@@ -81,14 +82,14 @@ class PartsOptimizer:
                 total += part.grad.square().sum()
         if self._sharded_over_copies:
             dist.all_reduce(total, group=parallel.group)
-        elif parallel.tp is not None:
-            dist.all_reduce(total, group=parallel.tp.get_group())
+        elif parallel.shared is not None:
+            dist.all_reduce(total, group=process_group_of(parallel.shared))
         torch.nn.utils.clip_grads_with_norm_(self.parts.values(), max_norm, total.sqrt())
 
     def _counts(self, name: str) -> bool:
         """Return whether this rank's part counts in a sum over ranks: of replicated parts, only the first one does."""
         parameter = self.parameters[name]
-        if self._staged:
+        if self._staged or name in self._repeated:
             return name not in self._repeated
         if not isinstance(parameter, DTensor):
             return self._parallel.tp_rank == 0

@@ -64,11 +64,11 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
     joined, latest = launched_externally(), None
     with FolderLock(path) as lock:
         if not joined:
-            if launch_device_type(config.ranks * config.dp) == "cpu":  # accelerators have memories of their own
+            if launch_device_type(config.world) == "cpu":  # accelerators have memories of their own
                 check_memory(config)
             latest = prepare(config, path, resume, lock)
         try:
-            return launch(config.ranks * config.dp, _work, config, path, latest, joined, resume, show)
+            return launch(config.world, _work, config, path, latest, joined, resume, show)
         except (Interrupted, RankDied) as error:
             error.args = (f"{error}; {_last_checkpoint_hint(path)}",)
             raise
@@ -82,7 +82,7 @@ def check_memory(config: TrainConfig) -> None:
     parameters = sum(parameter.numel() for parameter in task.outline(config).parameters())
     states = sum(key != "step" for key in state_keys(config))
     words = config.replicas * parameters * (2 + states + 1 + states)
-    launching.check_memory(config.ranks * config.dp, 4 * words + config.dp * task.data_bytes(config))
+    launching.check_memory(config.world, 4 * words + config.dp * task.data_bytes(config))
 
 
 def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> Path | None:
@@ -216,7 +216,7 @@ def _work(
             check_agreement("the settings of the training", config.to_dict(), dist.group.WORLD)
             latest = broadcast_from_rank_zero(lambda: prepare(config, out, resume, lock))
         lock.join()
-        parallel = ParallelContext.create(config.ranks, config.dp, device)
+        parallel = ParallelContext.create(config.ranks, config.dp, device, pp=config.pp)
         log = Log(out, None if parallel.rank else config.tracker)
         display = ProgressDisplay(show=show and parallel.rank == 0)
 

@@ -38,7 +38,7 @@ def buckets(sizes: Sequence[int]) -> list[list[int]]:
 def stage_layers(layers: int, stages: int, stage: int = 0) -> range:
     """The layers of one stage of a pipeline. Stages have equally many, the first ones one more if need be."""
     if layers < stages:
-        raise ValueError(f"a pipeline of {stages} ranks needs a layer for each, got {layers}: use fewer ranks")
+        raise ValueError(f"a pipeline of {stages} stages needs a layer for each, got {layers}: use fewer stages")
     each, more = divmod(layers, stages)
     first = stage * each + min(stage, more)
     return range(first, first + each + (stage < more))

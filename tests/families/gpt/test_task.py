@@ -3,11 +3,13 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from phantom_parallel import GPT, RanksDisagree, load_model
+from phantom_parallel.checkpoint.shards import StoredTensors
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.gpt.config import GPTTrainConfig
@@ -103,19 +105,38 @@ ELSEWHERE = [
     {"ranks": 2, "dp": 2, "gradient_accumulation_steps": 2},
     {"ranks": 2, "dp": 2, "fsdp": True, "gradient_accumulation_steps": 2},
     {"dp": 2, "fsdp": True, "activation_checkpointing": True},
+    {"ranks": 2, "pp": 2, "dp": 2, "gradient_accumulation_steps": 2},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2:3])], ids=["own head", "tied"])
+@pytest.mark.parametrize(("tied", "variants"), [(False, ELSEWHERE), (True, ELSEWHERE[2::2])], ids=["own head", "tied"])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "lowrank"])
 def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):
     config = of(strategy, phantom).updated(max_grad_norm=0.5, tie_embeddings=tied)
     expected = here(config)
     for variant in variants:
         changed = config.updated(**variant)
-        actual = ranks(changed.ranks * changed.dp)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
+        actual = ranks(changed.world)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
         assert close(actual, expected), variant
+
+
+@pytest.mark.parametrize(("strategy", "tied"), [("phantom", False), ("phantom", True), ("megatron", True)])
+def test_stages_of_several_ranks_learn_as_one_rank_and_resume_on_other_ones(ranks, phantom, tmp_path, strategy, tied):
+    config = of(strategy, phantom).updated(
+        layers=3, tie_embeddings=tied, max_grad_norm=0.5, steps=5, checkpoint_every=3
+    )
+    staged, cache = config.updated(ranks=2, pp=2, micro_batches=4), os.environ["XDG_CACHE_HOME"]
+    alone, there = str(tmp_path / "alone"), str(tmp_path / "staged")
+    expected = here(config, folder=alone)
+    assert close(ranks(4)(losses, staged, cache, there)[0], expected)
+    weights = [StoredTensors(Path(folder) / "step-000005") for folder in (alone, there)]
+    assert weights[0].outline.keys() == weights[1].outline.keys()
+    for name in filter(lambda name: name.startswith("model."), weights[0].outline):
+        torch.testing.assert_close(weights[1].load(name), weights[0].load(name), rtol=1e-3, atol=5e-4)
+    rest = {step: actual for step, actual in expected.items() if step > 3}
+    assert close(here(config, resume=f"{there}/step-000003"), rest)
+    assert close(ranks(4)(losses, staged, cache, None, f"{alone}/step-000003")[0], rest)
 
 
 def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:

@@ -71,6 +71,7 @@ class FFN(nn.Module):
         strategy.check_ranks(ranks.size)
         strategy.check_wire(wire)
         self.config, self.mesh, self.wire = config, flat, wire
+        self.stages = flat if strategy.splits_depth else None
         self.activate, gain = ACTIVATIONS[config.activation]
         whole = range(config.depth)
         self.stage = stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else whole

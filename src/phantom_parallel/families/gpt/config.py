@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.layout import BlockLayout, nearest_divisors, stage_layers
-from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, validate
+from phantom_parallel.utils.settings import NO_OPTION, Features, Layers, PositiveFloat, PositiveInt, Ranks, validate
 from phantom_parallel.utils.strategies import get_strategy
 
 GPTStrategy = Literal["phantom", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
@@ -190,10 +190,11 @@ class GPTConfig:
 
     def check_stages(self, pp: int, interleave: int = 1) -> None:
         """Raise ValueError if the layers cannot be divided into ``pp`` stages of several ranks."""
-        if pp > 1 and not get_strategy(self.strategy).splits_layers:
-            raise ValueError(f"pp={pp} is for phantom and megatron, not for {self.strategy}: leave it out")
+        strategy = get_strategy(self.strategy)
+        if pp > 1 and (strategy.shards_rows or strategy.splits_depth):
+            raise ValueError(f"pp={pp} is for phantom, megatron and dense, not for {self.strategy}: leave it out")
         if pp > 1 and (interleave > 1 or self.ladder):
-            raise ValueError(f"interleave={interleave} or ladder cannot be combined with pp={pp}: leave one out")
+            raise ValueError(f"pp={pp} cannot be combined with interleave={interleave} or ladder: leave one out")
         stage_layers(self.layers, pp)
 
 
@@ -237,7 +238,7 @@ class TextTrainConfig(TrainConfig):
 class GPTTrainConfig(TextTrainConfig):
     """A training of a GPT on text. The loss is the mean cross-entropy in nats a token."""
 
-    may_change: ClassVar[frozenset[str]] = TextTrainConfig.may_change | {"fsdp", "interleave"}
+    may_change: ClassVar[frozenset[str]] = TextTrainConfig.may_change | {"fsdp", "interleave", "pp"}
     model_defaults: ClassVar[dict[str, Any]] = {"vocab": None, "dim": 256, "layers": 4, "heads": 8, "context": 256}
 
     model: GPTConfig
@@ -246,6 +247,8 @@ class GPTTrainConfig(TextTrainConfig):
     """The source of Python's standard library (python), or the path of a text file, or of a folder of text files."""
     tokenizer: TokenizerName = "bytes"
     """Bytes, or a byte-pair encoding trained on the text (bpe, which needs the tokenizers library)."""
+    pp: Ranks = 1
+    """Stages of a pipeline that the layers are divided into, with ``ranks`` ranks in each."""
     interleave: PositiveInt = 1
     """Parts of a micro-batch that are interleaved, so that exchanges of one overlap with products of the others: 2 on
     slow links."""
@@ -266,11 +269,12 @@ class GPTTrainConfig(TextTrainConfig):
                 f"vocab={self.model.vocab} must be from {BYTES}, since every byte is a token, to {_MAX_VOCAB}"
             )
         strategy = get_strategy(self.strategy)
-        if self.fsdp and (self.dp == 1 or strategy.shards_rows or strategy.splits_depth):
+        if self.fsdp and (self.dp == 1 or strategy.shards_rows or self.stages > 1):
             raise ValueError(
-                "fsdp shards the weights of at least 2 data-parallel copies by phantom, megatron or dense, got "
-                f"dp={self.dp} and strategy={self.strategy!r}: leave it out"
+                "fsdp shards the weights of at least 2 data-parallel copies by phantom, megatron or dense in one stage"
+                f", got dp={self.dp}, pp={self.pp} and strategy={self.strategy!r}: leave it out"
             )
+        self.model.check_stages(self.pp, self.interleave)
         check_interleave(self.interleave, self.model, self.ranks, self.activation_checkpointing)
         if self.micro_batch % self.interleave:
             near = nearest_divisors(self.micro_batch, self.interleave)

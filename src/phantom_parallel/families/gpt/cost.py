@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,7 +38,7 @@ from phantom_parallel.cost.terms import (
     row_layer,
     summed_on_wire,
 )
-from phantom_parallel.distributed.pipeline import Pipeline, ends
+from phantom_parallel.distributed.pipeline import Pipeline, ends, sum_over_ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.model import GPT, next_token
 from phantom_parallel.nn.sharded import to_local
@@ -101,7 +100,7 @@ class GPTShape(Shape):
 
     @classmethod
     def of_training(cls, config: Any) -> Self:
-        names = ("model", "ranks", "dp", "wire", "micro_batches", "activation_checkpointing", "interleave")
+        names = ("model", "ranks", "pp", "dp", "wire", "micro_batches", "activation_checkpointing", "interleave")
         return cls(
             **{name: getattr(config, name) for name in names},
             batch=config.batch // config.dp,
@@ -165,7 +164,8 @@ class GPTShape(Shape):
         positions, stage = self.batch * (self.past + self.sequence), self.stage
         layers, ranks = (self.model.layers, self.ranks) if stage is None else (len(stage.own), stage.ranks)
         cached = 2 * layers * positions * self.model.kv_heads // ranks * self.model.head_dim
-        return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * (cached + self.exchanged_rows))
+        cached += self.exchanged_rows if stage is None or stage.is_last else 0
+        return Memory(self.word_bytes * self.parameters, 0, 0, self.word_bytes * cached)
 
     @property
     def rows(self) -> int:
@@ -504,19 +504,19 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu")
         return _inference(model, tokens, shape.past)
     targets = tokens.clone()
     recomputed = tuple(model.layers[index] for index in model.stage) if shape.activation_checkpointing else ()
-    if shape.stage is None or mesh is None:
+    if shape.stage is None or model.stages is None:
         return TrainingStep(model, lambda: model.loss(tokens, targets), model._rotary(), recomputed)
     schedule: dict[str, Any] = {"micro_batches": shape.stage.micro_batches, "device": torch.device(where)}
-    schedule |= {"stream": (shape.sequence, shape.model.dim), "dtype": dtype, "wire": shape.wire}
-    pipeline = Pipeline(model, model, mesh, **schedule)
-    shared = ends(mesh) if shape.model.tie_embeddings else None
-
-    def finish() -> None:
-        if shared is not None:
-            dist.all_reduce(model.embedding.weight.grad, group=shared)
-
+    schedule |= {"stream": (shape.sequence, model.stream_features), "dtype": dtype, "wire": shape.wire}
+    pipeline = Pipeline(model, model, model.stages, **schedule)
+    shared = ends(model.stages) if shape.model.tie_embeddings else None
     return TrainingStep(
-        model, lambda: pipeline.forward_backward(tokens, targets), model._rotary(), recomputed, pipeline, finish
+        model,
+        lambda: pipeline.forward_backward(tokens, targets),
+        model._rotary(),
+        recomputed,
+        pipeline,
+        finish=lambda: sum_over_ends(model.embedding.weight, shared) if shared is not None else None,
     )
 
 

@@ -26,13 +26,21 @@ from phantom_parallel.distributed.pipeline import relay
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
 from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
-from phantom_parallel.nn.init import init_rows
+from phantom_parallel.nn.init import draw_seed, init_rows
 from phantom_parallel.nn.linear import NormedLinear, NormedPhantomLinear, PhantomLinear, rms_norm
 from phantom_parallel.nn.lowrank import LowRankLinear, NormedLowRankLinear
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
 from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import SINGLE_RANK, RankGroup, block_group, flat_mesh, rank_group
+from phantom_parallel.ops.collectives import (
+    SINGLE_RANK,
+    STAGES,
+    RankGroup,
+    block_group,
+    flat_mesh,
+    rank_group,
+    stage_meshes,
+)
 from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.ops.tensor import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
@@ -213,6 +221,7 @@ class _Parts:
     device: Any
     dtype: torch.dtype | None
     wire: WireFormat
+    ranks: DeviceMesh | None  # all that share the model
     held: bool = True
 
 
@@ -225,24 +234,33 @@ class _ShardedStreamParts(_Parts):
 
     def embedding(self, std: float) -> nn.Module:
         blocks = self.config.blocks or self.config.kv_heads  # which ranks divide
-        return FeatureEmbedding(self.config.vocab, self.config.dim, std=std, blocks=blocks, **self.where)
+        return self._made(FeatureEmbedding, self.config.vocab, self.config.dim, std=std, blocks=blocks)
 
     def normed(self, sizes: tuple[int, int], ghosts: int | None, *, bias: bool = False) -> nn.Module:
         kind = NormedLowRankLinear if self.config.low_rank else NormedPhantomLinear
-        return kind(*sizes, bias, eps=self.config.norm_eps, **self._cut(ghosts))
+        return self._made(kind, *sizes, bias, eps=self.config.norm_eps, **self._cut(ghosts))
 
     def linear(self, sizes: tuple[int, int], ghosts: int | None, gain: float) -> nn.Module:
         kind = LowRankLinear if self.config.low_rank else PhantomLinear
-        return kind(*sizes, False, gain=gain, **self._cut(ghosts))
+        return self._made(kind, *sizes, False, gain=gain, **self._cut(ghosts))
 
     def _cut(self, ghosts: int | None) -> dict[str, Any]:
         rank, blocks = self.config.low_rank, self.config.blocks
-        return self.where | {"wire": self.wire} | ({"low_rank": rank} if rank else {"blocks": blocks, "ghosts": ghosts})
+        return {"wire": self.wire} | ({"low_rank": rank} if rank else {"blocks": blocks, "ghosts": ghosts})
 
     def head(self) -> nn.Module:
         config = self.config
-        kwargs = self.where | {"tie_embeddings": config.tie_embeddings, "eps": config.norm_eps, "wire": self.wire}
-        return VocabularyHead(config.vocab, config.dim, blocks=config.blocks, **kwargs)
+        kwargs = {"tie_embeddings": config.tie_embeddings, "eps": config.norm_eps, "wire": self.wire}
+        if config.tie_embeddings and not self.held:
+            return nn.Identity()
+        return self._made(VocabularyHead, config.vocab, config.dim, blocks=config.blocks, **kwargs)
+
+    def _made(self, kind: type[nn.Module], *arguments: Any, **settings: Any) -> nn.Module:
+        if self.held:
+            return kind(*arguments, **self.where, **settings)
+        if not torch.empty(0, device=self.device).is_meta:
+            draw_seed()
+        return nn.Identity()
 
 
 @dataclass
@@ -250,9 +268,8 @@ class _ReplicatedStreamParts(_Parts):
     """Of strategies that have the whole stream; ``megatron`` applies torch's styles to the same modules."""
 
     def __post_init__(self) -> None:
-        self.ranks = mesh = flat_mesh(self.mesh)
-        self.mesh = mesh if self.config.strategy == "megatron" else None
-        self.device = torch.device(self.device or (torch.get_default_device() if mesh is None else mesh.device_type))
+        self.mesh = flat_mesh(self.mesh) if self.config.strategy == "megatron" else None
+        self.device = torch.device(self.device or torch.get_default_device())
 
     def embedding(self, std: float) -> nn.Module:
         made = nn.Embedding(self.config.vocab, self.config.dim, device="meta", dtype=self.dtype)
@@ -315,12 +332,14 @@ class GPT(nn.Module):
     ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
     own. ``pipeline`` has some consecutive layers on each rank, the embedding on the first and the head on the last; the
     forward pass is that of this rank's stage, what it does not hold is ``nn.Identity``, and both ends hold a weight
-    that embedding and head share. The same seed gives the same weights on any number of ranks, and the same for all
-    strategies but ``phantom`` and ``lowrank``.
+    that embedding and head share. On a mesh with the dimensions ``("pp", "tp")``, ``phantom``, ``megatron`` and
+    ``dense`` have such stages, with the ranks of "tp" in each; every rank must have torch's same seed. The same seed
+    gives the same weights on any number of ranks, and the same for all strategies but
+    ``phantom`` and ``lowrank``.
 
     Args:
         config: The architecture.
-        mesh: One-dimensional device mesh to shard the model over.
+        mesh: One-dimensional device mesh to shard the model over, or one with the dimensions ``("pp", "tp")``.
         device: Of the parameters; on the meta device call ``reset_parameters`` of the layers after ``to_empty``.
         dtype: Of the parameters.
         wire: Format in which features and their gradients are sent between ranks, as for `PhantomLinear`.
@@ -348,22 +367,27 @@ class GPT(nn.Module):
         interleave: int = 1,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.wire = config, flat_mesh(mesh), wire
+        self.config, self.wire, strategy = config, wire, get_strategy(config.strategy)
         self.activation_checkpointing, self.interleave = activation_checkpointing, interleave
-        strategy, ranks = get_strategy(config.strategy), rank_group(self.mesh, wire)
-        settings = {"wire": wire, "interleave": interleave, "activation_checkpointing": activation_checkpointing}
+        staged = mesh is not None and mesh.mesh_dim_names == STAGES
+        self.mesh = mesh._flatten() if mesh is not None and staged else flat_mesh(mesh)  # all that share the model
+        self.stages, mesh = stage_meshes(mesh, strategy.splits_depth)
+        settings: dict[str, Any] = {"seed": torch.initial_seed()} if staged else {}  # stages do not exchange seeds
+        settings |= {"wire": wire, "interleave": interleave, "activation_checkpointing": activation_checkpointing}
         settings |= asdict(config) | {"dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("a GPT", settings, self.mesh)  # before what only one rank may refuse
-        config.check_ranks(ranks.size)
+        ranks, stages = rank_group(mesh, wire), rank_group(self.stages)
+        config.check_ranks(stages.size if strategy.splits_depth else ranks.size)
+        config.check_stages(stages.size if staged else 1, interleave)
         strategy.check_wire(wire)
         check_interleave(interleave, config, ranks.size, activation_checkpointing)
         self.group: RankGroup = ranks if strategy.splits_layers else SINGLE_RANK  # which share the work of a layer
         if config.blocks is not None:
             self.group = block_group(mesh, config.blocks, wire)
-        whole = range(config.layers)
-        self.stage = stage_layers(config.layers, ranks.size, ranks.rank) if strategy.splits_depth else whole
+        self.stage = stage_layers(config.layers, stages.size, stages.rank)
         make_parts = _ShardedStreamParts if strategy.shards_features else _ReplicatedStreamParts
-        parts: Any = make_parts(config, mesh, device, dtype, wire)
+        device = device or (None if self.mesh is None else self.mesh.device_type)
+        parts: Any = make_parts(config, mesh, device, dtype, wire, self.mesh)
         to_stream = (2 * config.layers) ** -0.5  # a gain, so that what the layers add does not grow with depth
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
         std = config.dim**-0.5 if config.tie_embeddings else 1.0  # a shared weight must not lead to large logits
@@ -407,6 +431,11 @@ class GPT(nn.Module):
         return self.stage.stop == self.config.layers
 
     @property
+    def stream_features(self) -> int:
+        """Features of the residual stream on this rank."""
+        return self.config.dim // (self.group.size if get_strategy(self.config.strategy).shards_features else 1)
+
+    @property
     def repeated_parameters(self) -> frozenset[str]:
         """Names of parameters of this stage that an earlier one holds as well: a shared embedding."""
         tied = self.config.tie_embeddings and self.is_last_stage and not self.is_first_stage
@@ -430,12 +459,12 @@ class GPT(nn.Module):
         Every stage of a pipeline calls this with the same tokens; all but the last return what they send.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            if self.mesh is None or not get_strategy(self.config.strategy).splits_depth:
+            if self.stages is None:
                 logits: Tensor = self(tokens, cache=cache, last=last)
                 return logits
-            stream = torch.empty(*tokens.shape, self.config.dim, dtype=self._like.dtype, device=self._like.device)
+            stream = torch.empty(*tokens.shape, self.stream_features, dtype=self._like.dtype, device=self._like.device)
             x = tokens if self.is_first_stage else stream
-            return relay(lambda x: self(x, cache=cache, last=last), x, self.mesh)
+            return relay(lambda x: self(x, cache=cache, last=last), x, self.stages)
 
     def new_cache(self, batch: int, length: int | None = None) -> Cache:
         """An empty cache for ``batch`` rows of up to ``length`` positions, by default the model's context. It holds
@@ -602,9 +631,8 @@ def next_token(model: GPT, inputs: Tensor, cache: Cache, sample: Callable[[Tenso
     """
     logits = model.logits(inputs, cache, last=True)
     token = sample(logits[:, -1]) if model.is_last_stage else inputs.new_empty(len(inputs))
-    if not (model.is_first_stage and model.is_last_stage):
-        assert model.mesh is not None
-        dist.broadcast(token, group=model.mesh.get_group(), group_src=model.mesh.size() - 1)
+    if model.stages is not None:
+        dist.broadcast(token, group=model.stages.get_group(), group_src=model.stages.size() - 1)
     return token
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phantom_parallel.distributed.data_parallel import compile_layers, shard_fully
 from phantom_parallel.distributed.objects import check_agreement
-from phantom_parallel.distributed.pipeline import Pipeline, ends
+from phantom_parallel.distributed.pipeline import Pipeline, ends, sum_over_ends
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.model import GPT, Layer, ParallelLayer
@@ -27,16 +27,15 @@ class GPTTask(Task[GPTTrainConfig]):
 
     def __init__(self, config: GPTTrainConfig, parallel: ParallelContext) -> None:
         self.config, self.parallel = config, parallel
-        strategy = get_strategy(config.strategy)
-        self.counts = strategy.shards_rows or parallel.tp_rank == 0
+        self.counts = get_strategy(config.strategy).shards_rows or parallel.tp_rank == 0
         self._text = open_text(config)
-        for mesh in (parallel.tp, parallel.dp):
+        for mesh in (parallel.shared, parallel.dp):
             check_agreement("the text to train on", {"digest": self._text.digest}, mesh)
         self.digest = self._text.digest
         self.held_out = self._text.held_out_starts(config)
         self.model = GPT(
             config.model,
-            mesh=parallel.tp,
+            mesh=parallel.shared,
             device=parallel.device,
             wire=config.wire,
             activation_checkpointing=config.activation_checkpointing,
@@ -48,12 +47,12 @@ class GPTTask(Task[GPTTrainConfig]):
             shard_fully(self.model, self.model.layers, parallel.dp, reshard_after_forward=config.reshard_after_forward)
         self._forward = self.model
         self._ends: dist.ProcessGroup | None = None
-        if strategy.splits_depth and parallel.tp is not None:
+        if (stages := self.model.stages) is not None:
             settings: dict[str, Any] = {"micro_batches": config.stage_micro_batches, "device": parallel.device}
-            settings |= {"stream": (config.context, config.model.dim), "wire": config.wire}
-            self.pipeline = Pipeline(self.model, self._run_stage, parallel.tp, **settings)
-            self.counts = self.pipeline.is_last
-            self._ends = ends(parallel.tp) if config.model.tie_embeddings else None
+            settings |= {"stream": (config.context, self.model.stream_features), "wire": config.wire}
+            self.pipeline = Pipeline(self.model, self._run_stage, stages, **settings)
+            self.counts = self.pipeline.is_last and self.model.group.rank == 0
+            self._ends = ends(stages) if config.model.tie_embeddings else None
 
     @staticmethod
     def check(config: GPTTrainConfig) -> None:
@@ -102,7 +101,7 @@ class GPTTask(Task[GPTTrainConfig]):
 
     def average(self) -> None:
         if self._ends is not None:  # the first and the last stage hold the shared embedding, each with its own gradient
-            dist.all_reduce(self.model.embedding.weight.grad, group=self._ends)
+            sum_over_ends(self.model.embedding.weight, self._ends)
         super().average()
 
     def measure(self, rows: Tensor) -> Tensor:
