@@ -57,6 +57,8 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     size = _number(environment, launcher.size, least=1)
     if size == 1 and name != "torchrun":
         return {}
+    if rank >= size:
+        raise ValueError(f"{launcher.rank}={rank} must be below the number of ranks, {size}")
     hosts = _number(environment, "FLUX_JOB_NNODES", default=1, least=1)
     local_size = _number(environment, launcher.local_size, default=-(-size // hosts), least=1)
     local_rank = _number(environment, launcher.local_rank, default=rank % local_size, least=0)
