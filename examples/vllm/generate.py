@@ -1,7 +1,8 @@
 """Generate with a converted model in vLLM: ``python examples/vllm/generate.py FOLDER RANKS TOKEN TOKEN ...``.
 
-FOLDER was written by ``save_pretrained`` after ``phantom_parallel.convert``. The plug-in is found where this library is
-installed beside vLLM (requirements.txt); on CPUs set VLLM_CPU_KVCACHE_SPACE=1 and VLLM_CPU_OMP_THREADS_BIND=nobind.
+FOLDER was written by ``save_pretrained`` after ``phantom_parallel.convert``. The plug-in `phantom_vllm`
+is installed beside vLLM, as requirements.txt says. On CPUs set VLLM_CPU_KVCACHE_SPACE=1 and
+VLLM_CPU_OMP_THREADS_BIND=nobind.
 ``vllm serve FOLDER --tensor-parallel-size 2 --enforce-eager --host 127.0.0.1`` serves it over HTTP.
 """
 

@@ -71,8 +71,6 @@ def report_error(error: BaseException) -> None:
     message, prefix = str(error) or "interrupted", "error"
     if _received or isinstance(error, Interrupted | KeyboardInterrupt):
         prefix = ""
-    if len(message) > 2_000:  # it may repeat a value of a file
-        message = f"{message[:1_000]} [...] {message[-1_000:]}"
     start = " ".join(filter(None, (prefix, "" if is_on_first_host() else f"on rank {global_rank()}")))
     console = Console(file=cast(TextIO, LenientStderr()), highlight=False, soft_wrap=True)  # keeps the exit code
     console.print((f"[bold red]{start}:[/] " if start else "") + escape(printable(message)))

@@ -30,32 +30,20 @@ T = TypeVar("T")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 # Groups of a command's help after its own options, in order, and the options in each.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "model": (
-        *("width", "depth", "in_features", "out_features", "activation", "bias", "dim", "layers", "heads", "kv_heads"),
-        *("hidden", "hidden_groups", "context", "vocab", "tie_embeddings", "parallel_block", "ladder"),
-        *("blocks", "ghosts", "low_rank"),
-    ),
-    "data": (
-        *("data", "batch", "samples", "grid", "feature_order", "data_seed"),
-        *("teacher_blocks", "teacher_ghosts", "teacher_depth"),
-        *("pattern", "max_bytes", "tokenizer", "eval_windows"),
-    ),
-    "ranks": (
-        *("strategy", "ranks", "dp", "device", "timeout", "wire", "micro_batches", "reshard_after_forward", "fsdp"),
-        *("interleave", "activation_checkpointing", "compile", "tf32"),
-    ),
-    "optimizer": (
-        *("gradient_accumulation_steps", "steps", "target_loss", "optimizer", "lr", "schedule", "warmup"),
-        *("momentum", "weight_decay", "max_grad_norm", "lr_local", "lr_compress", "lr_decompress", "dtype", "seed"),
-    ),
-    "search": (
-        *("learning_rates", "search_steps", "search_seed", "search_extend", "search_micro_batches"),
-        *("search_interleave", "search_wires"),
-    ),
-    "checkpoints": ("resume", "checkpoint_every", "keep"),
-    "output": ("out", "json", "report_only", "log_every", "eval_every", "tracker", "profile"),
-    "emulated_hosts": ("hosts", "link", "hosts_optional"),
+GROUPS = {
+    "model": "width depth in_features out_features activation bias dim layers heads kv_heads hidden "
+    "hidden_groups context vocab tie_embeddings parallel_block ladder blocks ghosts low_rank",
+    "data": "data batch batch_per_rank samples samples_per_rank grid feature_order data_seed teacher_blocks "
+    "teacher_ghosts teacher_depth pattern max_bytes tokenizer eval_windows",
+    "ranks": "strategy ranks pp dp device timeout wire micro_batches reshard_after_forward fsdp interleave "
+    "activation_checkpointing compile tf32",
+    "optimizer": "gradient_accumulation_steps steps target_loss optimizer lr schedule warmup momentum "
+    "weight_decay max_grad_norm lr_local lr_compress lr_decompress dtype seed",
+    "search": "learning_rates search_steps search_seed search_extend search_micro_batches search_interleave "
+    "search_wires",
+    "checkpoints": "resume checkpoint_every keep",
+    "output": "out json report_only log_every eval_every tracker profile",
+    "emulated_hosts": "hosts link hosts_optional",
 }
 _MAX_UNGROUPED = 12  # options of a command whose help is one group
 
@@ -132,7 +120,7 @@ def parse(options: type[Any], prog: str, arguments: list[str], defaults: Mapping
     hints, docs, given = get_type_hints(options, include_extras=True), field_docs(options), defaults or {}
     members: dict[str, list[tuple[str, Any, Any]]] = {"": [], **{group: [] for group in GROUPS}}
     for option in own:
-        group = next((group for group, names in GROUPS.items() if option.name in names), "")
+        group = next((group for group, names in GROUPS.items() if option.name in names.split()), "")
         default = {"default": given.get(option.name, option.default), "default_factory": option.default_factory}
         default.pop("default_factory" if default["default"] is not MISSING else "default")
         kind = _described(hints[option.name], docs.get(option.name), default.get("default", MISSING))

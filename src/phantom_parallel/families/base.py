@@ -1,7 +1,7 @@
 """A model family: the classes and functions that commands, studies, storage and the planner need of a kind of model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
@@ -74,8 +74,6 @@ class Family:
     smaller_models: Callable[[Any], list[dict[str, Any]]] = lambda config: []
     # (training) -> the name of its loss, the loss by chance, and what has that loss; None and "" where it is not known
     describe_loss: Callable[[Any], tuple[str, float | None, str]] = lambda config: ("loss", None, "")
-    # (training) -> what a reader of results must know about it, such as what its data are
-    report_notes: Callable[[Any], Iterable[str]] = lambda config: ()
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:

@@ -149,11 +149,10 @@ def loss_of(results: Results) -> tuple[str, float | None, str]:
 
 
 def _data(results: Results) -> str:
-    """What the family says about the loss and the data of the trainings."""
+    """The name of the loss, and where the loss by chance is known, that."""
     name, chance, meaning = loss_of(results)
-    told = [f"The loss is the {name}: {plain(chance)} is that of {meaning}."] if chance else []
-    told += [note for config in _configs(results) for note in get_family(config.family).report_notes(config)]
-    return " ".join(dict.fromkeys(told))
+    by_chance = f": {plain(chance)} is that of {meaning}" if chance else ""
+    return f"The loss is the {name}{by_chance}."
 
 
 def _configs(results: Results) -> list[TrainConfig]:

@@ -1,6 +1,6 @@
 """The family ``ffn``: feed-forward networks, the models of the paper, with their training, inference and conversion."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -221,13 +221,8 @@ def describe_loss(config: FFNTrainConfig) -> tuple[str, float | None, str]:
         return "squared error relative to the variance", 1.0, "the mean field"
     if config.data in PIXELS:
         return "squared error of class scores", 0.09, "the frequencies of the classes"
-    return "mean squared error", None, ""
-
-
-def report_notes(config: FFNTrainConfig) -> Iterator[str]:
-    """Caveats about the data."""
-    if config.data == "planted":
-        yield "The teacher network has phantom's own structure (planted), which suits it: --data random has none."
+    planted = " to a teacher of phantom's own structure (--data random has none)" if config.data == "planted" else ""
+    return f"mean squared error{planted}", None, ""
 
 
 FAMILY = Family(
@@ -248,5 +243,4 @@ FAMILY = Family(
     smaller_models=smaller_models,
     evaluate=evaluate,
     describe_loss=describe_loss,
-    report_notes=report_notes,
 )

@@ -24,7 +24,7 @@ def register() -> None:
     register_quantization_config(METHOD)(PhantomConfig)
 
 
-class PhantomConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
+class PhantomConfig(QuantizationConfig):
     """The phantom layers of a model: for the name of each, its sizes."""
 
     def __init__(self, layers: dict[str, dict[str, Any]]) -> None:
@@ -62,7 +62,7 @@ class PhantomConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
         return PhantomLinearMethod(sizes) if sizes else UnquantizedLinearMethod()
 
 
-class PhantomLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
+class PhantomLinearMethod(LinearMethodBase):
     """Phantom layers in place of a linear layer of vLLM, one for each of the layers that it has merged into it.
 
     Column layers take all features and return this rank's, which cost no exchange but that of the ghosts. Row layers
@@ -88,7 +88,7 @@ class PhantomLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore
             layer.reduce_results = False
         for name in ("local", "compress", "decompress", "weight"):  # vLLM loads what is a parameter
             placeholder = nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
-            placeholder.weight_loader = partial(_load, layer, name)  # type: ignore[attr-defined]
+            placeholder.weight_loader = partial(_load, layer, name)
             layer.register_parameter(name, placeholder)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -113,5 +113,5 @@ def _mesh(device: str) -> DeviceMesh:
 def _load(layer: Any, name: str, placeholder: nn.Parameter, weight: Tensor, shard: str | int | None = None) -> None:
     """Keep this rank's rows of a loaded weight. ``shard`` says which of the merged layers it belongs to."""
     if name != "weight":  # by which transformers fails without phantom_parallel.hf
-        index = {"q": 0, "k": 1, "v": 2, None: 0}.get(shard, shard)  # type: ignore[arg-type]
+        index = {"q": 0, "k": 1, "v": 2, None: 0}.get(shard, shard)
         layer.parts[index]._shard(name, weight.to(placeholder), requires_grad=False)
