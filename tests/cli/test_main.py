@@ -37,7 +37,7 @@ def test_output_to_a_full_disk_is_one_line():
         (["trian"], "did you mean 'train'? There are compare, study,"),
         (["machine", "shwo"], "did you mean 'show'?"),
         (["train", "gtp", "--out", "x"], "did you mean 'gpt'? There are ffn, gpt"),
-        (["study", "goasts"], "did you mean 'ghosts'? There are batch, decode, ghosts,"),
+        (["study", "goasts"], "did you mean 'ghosts'? There are batch, decode, epochs, ghosts,"),
     ],
 )
 def test_a_mistyped_name_is_an_error_with_the_nearest_one(capsys, arguments, message):

@@ -60,7 +60,7 @@ def shard_features(x: Tensor, mesh: DeviceMesh | RankGroup | None) -> Tensor:
     """Forward: keep this rank's features of a replicated x; backward: all-gather of the gradient."""
     group = rank_group(mesh)
     if x.shape[-1] % group.size:
-        raise ValueError(f"{group.size} ranks do not divide the features of an input of shape {tuple(x.shape)}")
+        raise ValueError(f"{group.size} ranks do not divide the {x.shape[-1]} features of the input {tuple(x.shape)}")
     return x if group.size == 1 else apply_function(_Shard, x, group)
 
 

@@ -86,7 +86,7 @@ class BlockLayout:
             raise ValueError(f"{self.ranks} ranks are not a multiple of blocks={self.blocks}: run on {near} ranks")
         if self.ghosts > self.block_in:
             limits = f"at most {self.block_in}, and below {self.break_even:.0f} for a layer smaller than a dense one"
-            raise ValueError(f"ghosts={self.ghosts} is larger than a block of {self.block_in} features: {limits}")
+            raise ValueError(f"ghosts={self.ghosts} is larger than a block of {self.block_in} input features: {limits}")
         sizes = {"input features": self.block_in, "output features": self.block_out, "ghosts": self.ghosts}
         for name, size in sizes.items():
             if size % self.inside:
