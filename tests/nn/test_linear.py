@@ -202,7 +202,7 @@ def test_meta_layers_are_drawn_after_to_empty():
         ({"blocks": 7}, r"blocks=7 does not divide in_features=64.* 4 or 8"),
         ({"out_features": 60, "blocks": 8}, r"blocks=8 does not divide out_features=60.* 4"),
         ({"blocks": 1}, "blocks must be at least 2, got 1"),
-        ({"ghosts": 17}, r"ghosts=17 is larger than a block of 16 input features .* at most 16, and below 12"),
+        ({"ghosts": 17}, r"ghosts=17 is larger than a block of 16 input features.* at most 16, and below 12"),
         ({"ghosts": 0}, r"ghosts must be a positive whole number, got 0"),
         ({"in_features": -4}, r"in_features must be a positive whole number, got -4"),
         ({"blocks": 2.0}, r"blocks must be a positive whole number, got 2.0"),
