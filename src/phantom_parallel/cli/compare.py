@@ -179,10 +179,10 @@ def _with_settings(base: type[SettingOptions], file: str, family: str | None, ar
     add_fields(Settings, settings, without=("family", "strategies") if named else ("family",))
     add_fields(LaunchOptions, settings)
     add_fields(SearchSettings, settings.search, SEARCH_PREFIX)
-    known, given = get_family(settings.family).train_config.settings(), settings.training
+    known, values = get_family(settings.family).train_config.settings(), settings.training
     for name in training_fields(settings.family):
         kind, default, text = known[name]
-        add(name, kind, text, given.get(name, None if default is MISSING else default))
+        add(name, kind, text, values.get(name, None if default is MISSING else default))
     defaults = {name: option.default for name, option in made.items()}
     own_values = {"family": settings.family, "file": file, "defaults": defaults, "sizes": sizes}
     return options.make_options(base, made, base.__doc__ or "", **own_values)
