@@ -44,7 +44,9 @@ def read_trace(path: Path) -> list[Request]:
     try:
         rows = csv.DictReader(read_text(path).splitlines())
         requests = [Request(float(row["seconds"]), *(int(row[name]) for name in COLUMNS[1:])) for row in rows]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"the trace {path} is not readable: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a CSV file with the columns {', '.join(COLUMNS)}: {error!r}") from None
     if not requests or min(min(request) for request in requests) < 0 or min(each.tokens for each in requests) < 1:
         raise ValueError(f"{path} must have at least one request, times from 0 on, and answers of at least one token")
