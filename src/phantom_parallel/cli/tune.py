@@ -46,7 +46,7 @@ from phantom_parallel.study.units import Interval, format_interval, format_ratio
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock, json_text, write_json
 from phantom_parallel.utils.settings import Setting
-from phantom_parallel.utils.strategies import WireFormat, wire_suffix
+from phantom_parallel.utils.strategies import PLANNED, WireFormat, wire_suffix
 
 RESULT = "tune.json"
 FINALISTS = 3
@@ -397,7 +397,7 @@ def tune(
 
 def _best_layout(request: PlanRequest, wires: Sequence[WireFormat], *, phantom: bool = False, **own: Any) -> Candidate:
     """The best layout of the dense model, or of a phantom model, over formats on the wire."""
-    strategy = tuple(name for name in request.strategy if (name == "phantom") == phantom)
+    strategy = tuple(name for name in request.strategy if (name == "phantom" if phantom else PLANNED[name].same_model))
     plans = [plan(replace(request, strategy=strategy, wire=wire, **own)) for wire in wires]
     return min((each for answer in plans for each in answer.candidates), key=partial(rank_by, request.goal))
 
