@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import phantom_parallel
 from phantom_parallel.cli.main import main
-from tests.distributed.sockets import MARK, processes_with
+from tests.distributed.sockets import GONE_SECONDS, MARK, left_over, processes_with
 
 DEADLINE = 900.0  # seconds: far above what is needed, so that it only ends a hang
-ORPHAN_SECONDS = 15.0  # in which the ranks of a launcher that ended must be gone
 PROGRESS = ("step ", "1 rank on", "2 ranks on")  # how lines on stderr begin that are no errors
 
 
@@ -73,12 +71,9 @@ class Command:
 
     def orphans(self) -> Iterator[tuple[str, str]]:
         """Processes that still run some seconds after the command has ended; they are killed then."""
-        until = time.monotonic() + ORPHAN_SECONDS
-        while (left := processes_with(MARK, self.mark)) and time.monotonic() < until:
-            time.sleep(0.1)
-        for pid in left:
+        for pid in left_over(self.mark):
             send(pid, signal.SIGKILL)
-            yield "orphan", f"process {pid} is left after {ORPHAN_SECONDS:.0f} s"
+            yield "orphan", f"process {pid} is left after {GONE_SECONDS:.0f} s"
 
     @property
     def stdout(self) -> str:

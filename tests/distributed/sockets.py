@@ -2,12 +2,14 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 MARK = "PHANTOM_TEST_MARK"  # a variable of processes that a test has started
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+GONE_SECONDS = 15.0  # in which ranks must be gone after their launcher
 _LISTEN = "0A"
 
 
@@ -28,6 +30,14 @@ def processes_with(variable: str, value: str) -> list[int]:
         except OSError:
             continue
     return marked
+
+
+def left_over(mark: str) -> list[int]:
+    """Processes with this mark, but this one, that have not ended after ``GONE_SECONDS``."""
+    end = time.monotonic() + GONE_SECONDS
+    while (left := [pid for pid in processes_with(MARK, mark) if pid != os.getpid()]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
 
 
 def _sockets_of(pid: int) -> set[int]:

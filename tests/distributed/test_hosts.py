@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import suppress
 
 import pytest
@@ -16,10 +15,10 @@ from phantom_parallel.distributed.launch import launch, launch_defaults
 from phantom_parallel.distributed.signals import RankDied
 from phantom_parallel.utils.network import Network
 from tests.distributed import workers
-from tests.distributed.sockets import MARK, processes_with
+from tests.distributed.sockets import MARK, left_over, processes_with
 
 UNAVAILABLE = why_unavailable()
-pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+pytestmark = [pytest.mark.usefixtures("mark"), pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))]
 IMPORTS = """
 from phantom_parallel.distributed.launch import launch
 from phantom_parallel.utils.network import Network
@@ -27,15 +26,6 @@ from tests.distributed import workers
 network = Network(2, "100mbit", 1e8)
 """
 CAP_NET_ADMIN, CAP_SYS_ADMIN, PR_CAPBSET_DROP = 12, 21, 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def mark():
-    """Mark every process that is started here."""
-    value = uuid.uuid4().hex
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, value)
-        yield value
 
 
 def other_namespaces(mark):
@@ -106,7 +96,4 @@ def test_a_killed_launcher_leaves_no_rank_and_no_namespace(tmp_path, mark):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    end = time.monotonic() + 15
-    while processes_with(MARK, mark) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert processes_with(MARK, mark) == []
+    assert left_over(mark) == []

@@ -18,26 +18,16 @@ from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.distributed.signals import Interrupted, RankDied
 from phantom_parallel.families import registry
 from tests.distributed import workers
-from tests.distributed.sockets import LOOPBACK, MARK, listening_addresses, processes_with
+from tests.distributed.sockets import LOOPBACK, MARK, left_over, listening_addresses, processes_with
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 15.0  # seconds in which ranks must be gone after their launcher
+pytestmark = pytest.mark.usefixtures("mark")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 def slow(*values):
     """Values of a parameter that are tried in the second tier."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def mark():
-    """Mark every process that is started here, and have none of them left at the end."""
-    value = uuid.uuid4().hex
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, value)
-        yield value
-        assert gone(value)
 
 
 @pytest.fixture(autouse=True)
@@ -180,16 +170,6 @@ def test_work_that_ranks_cannot_import_is_refused_before_any_starts():
         launch(2, lambda device: None)
 
 
-def gone(mark: str) -> bool:
-    """Whether every other marked process ends before the deadline."""
-    end = time.monotonic() + DEADLINE
-    while set(processes_with(MARK, mark)) - {os.getpid()}:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 LAUNCHER = """
 from phantom_parallel.distributed.launch import launch
 from tests.distributed.workers_idle import idle
@@ -217,4 +197,4 @@ def test_no_rank_survives_a_launcher_that_is_killed(tmp_path, temporary, after):
         time.sleep(after)
     process.kill()
     process.wait()
-    assert gone(mark)
+    assert left_over(mark) == []
