@@ -1,5 +1,6 @@
 """Commands as a user calls them, in this process or in one of their own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import phantom_parallel
 from phantom_parallel.cli.main import main
@@ -29,6 +33,20 @@ def only_line(stderr: str) -> str:
     """The one line on stderr beside progress."""
     (line,) = [line for line in stderr.splitlines() if not line.startswith(PROGRESS)]
     return line
+
+
+def answered(capture: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """What ``phantom`` prints for these arguments and --json."""
+    capture.readouterr()  # what was printed before
+    assert phantom(*arguments, "--json") == 0
+    return json.loads(capture.readouterr().out)
+
+
+def refused(capture: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line with which ``phantom`` refuses these arguments, with exit code 2."""
+    capture.readouterr()
+    assert phantom(*arguments) == 2
+    return only_line(capture.readouterr().err)
 
 
 class Command:

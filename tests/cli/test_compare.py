@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.study.settings import SearchSettings, Settings
-from tests.cli.commands import phantom
+from tests.cli.commands import answered, phantom, refused
 from tests.study.sample import TRAINING
 
 SMALL = f"""
@@ -58,8 +58,7 @@ def test_strategies_are_compared_and_the_answer_comes_first(tmp_path, preset, ca
     assert {"runs.csv", "cells.csv", "ratios.csv", "settings.json", "cells", "figures"} <= names
     before = (out / "report.html").read_text()
     (out / "report.html").unlink()
-    assert phantom("compare", "--out", out, "--report-only", "--json") == 0
-    assert json.loads(capfd.readouterr().out) == values
+    assert answered(capfd, "compare", "--out", out, "--report-only") == values
     assert (out / "report.html").read_text() == before
 
 
@@ -70,9 +69,8 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Phantom / tensor: step time ")
     kept = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
     assert len(kept) == 4
-    assert phantom("study", tmp_path / "own.toml", "--out", out, "--resume", "--json") == 0
+    assert answered(capsys, "study", tmp_path / "own.toml", "--out", out, "--resume")["reused"] == 4
     assert {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()} == kept
-    assert json.loads(capsys.readouterr().out)["reused"] == 4
 
 
 def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, preset, monkeypatch):
@@ -103,8 +101,5 @@ def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, 
 )
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
     given = [str(tmp_path / "out") if each == "OUT" else each for each in arguments]
-    assert phantom(*given) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refused(capsys, *given)
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ import torch
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
 from phantom_parallel.families.gpt.generation import generate
-from tests.cli.commands import DEADLINE, only_line
+from tests.cli.commands import DEADLINE, answered, refused
 from tests.cli.commands import phantom as command
 from tests.families.gpt import reference as gpt_reference
 
@@ -52,9 +52,8 @@ def expected(tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
-    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--against", "megatron", "--turns",
-                   "2", "--json", *(["--ranks", "2"] if ranks > 1 else [])) == 0  # fmt: skip
-    report = json.loads(capfd.readouterr().out)
+    given = "--model", folder / "model", "--prompt", PROMPT, "--tokens", 8, "--against", "megatron", "--turns", 2
+    report = answered(capfd, "generate", *given, *(["--ranks", 2] if ranks > 1 else []))
     assert (report["ranks"], report["prompts"], report["prompt_lengths"]) == (ranks, [PROMPT], [len(PROMPT)])
     assert report["tokens"] == [expected(8)]
     assert report["texts"] == [bytes(expected(8)).decode(errors="replace")]
@@ -87,8 +86,7 @@ def test_text_ends_at_stop_texts_and_at_the_stop_tokens_of_the_model(folder, cap
     assert capfd.readouterr().out == text[: text.index(text[3:5])] + "\n"
     for stops in (tokens[4], [tokens[4], 255]):
         (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-        assert phantom(*given, "--json") == 0
-        report = json.loads(capfd.readouterr().out)
+        report = answered(capfd, "generate", *given)
         end = tokens.index(tokens[4])
         assert report["tokens"] == [tokens[: end + 1]]
         assert report["texts"] == [bytes(tokens[:end]).decode(errors="replace")]
@@ -98,8 +96,7 @@ def test_sampled_texts_from_a_file(folder, capfd):
     (folder / "prompt.txt").write_text(PROMPT)
     given = ("--model", folder / "model", "--prompt-file", folder / "prompt.txt", "--tokens", "6", "--batch", "3")
     sampled = (*given, "--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--seed", "5")
-    assert phantom(*sampled, "--json") == 0
-    report = json.loads(capfd.readouterr().out)
+    report = answered(capfd, "generate", *sampled)
     prompt = torch.tensor([list(PROMPT.encode())] * 3)
     made = generate(model_of(), prompt, tokens=6, temperature=0.8, top_k=50, top_p=0.9, seed=5)
     assert report["tokens"] == made.tokens.tolist()
@@ -129,8 +126,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     )
     save_model(FFN(FFNConfig(8, 2, "dense")), folder / "ffn")
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
-    assert phantom(*([] if "--model" in chosen else ["--model", folder / "model"]), *chosen) == 2
-    assert message in only_line(capfd.readouterr().err)
+    model = [] if "--model" in chosen else ["--model", folder / "model"]
+    assert message in refused(capfd, "generate", *model, *chosen)
 
 
 def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
@@ -140,8 +137,8 @@ def test_a_process_that_was_started_joins(folder, capfd, monkeypatch):
         monkeypatch.setenv(name, str(value))
     assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "4") == 0
     assert capfd.readouterr().out == bytes(expected(4)).decode(errors="replace") + "\n"
-    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--ranks", "2") == 2
-    assert "1 processes were started, 2 are needed" in only_line(capfd.readouterr().err)
+    message = refused(capfd, "generate", "--model", folder / "model", "--prompt", PROMPT, "--ranks", "2")
+    assert "1 processes were started, 2 are needed" in message
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from phantom_parallel.cost.hardware import Figure, dump_profile, load_profile
-from tests.cli.commands import only_line
 from tests.cli.commands import phantom as command
+from tests.cli.commands import refused
 from tests.infer.models import BLOCKS, DEPTH, GHOSTS, WIDTH, known, rows
 
 phantom = partial(command, "infer", "--turns", 2)
@@ -101,8 +101,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     np.save(folder / "narrow.npy", rows(ROWS)[:, :-1])
     before = sorted(path.name for path in folder.iterdir())
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
-    assert phantom("--model", folder / "model", *chosen) == 2
-    assert message in only_line(capfd.readouterr().err)
+    assert message in refused(capfd, "infer", "--model", folder / "model", *chosen)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -110,8 +109,7 @@ def test_damaged_files_are_one_line_and_exit_code_2(folder, capfd):
     path = folder / "cut.npz"
     np.savez_compressed(path, x=rows(2000))
     path.write_bytes(path.read_bytes()[:-1000])
-    assert phantom("--model", folder / "model", "--inputs", path) == 2
-    assert f"{path} is not readable" in only_line(capfd.readouterr().err)
+    assert f"{path} is not readable" in refused(capfd, "infer", "--model", folder / "model", "--inputs", path)
 
 
 def test_an_existing_file_is_replaced_only_when_asked(folder, capfd):

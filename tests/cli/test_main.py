@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from phantom_parallel.cli.main import main
+from tests.cli.commands import refused
 
 
 def test_a_reader_that_leaves_early_is_no_error():
@@ -41,10 +42,7 @@ def test_output_to_a_full_disk_is_one_line():
     ],
 )
 def test_a_mistyped_name_is_an_error_with_the_nearest_one(capsys, arguments, message):
-    assert main(arguments) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert message in error
-    assert "Traceback" not in error
+    assert message in refused(capsys, *arguments)
 
 
 def test_help_is_also_a_command(capsys):

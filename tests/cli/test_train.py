@@ -13,7 +13,7 @@ import pytest
 
 from phantom_parallel import load_model
 from phantom_parallel.families.registry import get_family
-from tests.cli.commands import DEADLINE, Command, only_line, send
+from tests.cli.commands import DEADLINE, Command, only_line, refused, send
 from tests.cli.commands import phantom as command
 from tests.distributed.sockets import processes_with
 
@@ -50,8 +50,8 @@ def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, m
     model = load_model(tmp_path / "run" / "model")
     assert (model.config.vocab, model.config.blocks) == (256, 4)
 
-    assert command("train", "ffn", "--out", tmp_path / "run", "--resume") == 2
-    assert "holds a training of the family gpt, not ffn" in only_line(capfd.readouterr().err)
+    message = refused(capfd, "train", "ffn", "--out", tmp_path / "run", "--resume")
+    assert "holds a training of the family gpt, not ffn" in message
     assert phantom(tmp_path / "run", "--resume", "--steps", "34") == 0  # as it was trained
     assert steps_of(tmp_path / "run") == [10, 20, 30, 34]
     capfd.readouterr()
@@ -73,11 +73,10 @@ def arrays(folder: Path, **values: dict) -> list[str]:
 
 
 def test_data_that_are_not_finite_are_one_line_and_exit_code_2(tmp_path, capfd):
-    assert phantom(tmp_path / "run", *arrays(tmp_path, y={(250, 3): np.nan})) == 2
-    assert "data.npz: row 250 of y (held out)" in only_line(capfd.readouterr().err)
+    train = "train", "--out", tmp_path / "run"
+    assert "data.npz: row 250 of y (held out)" in refused(capfd, *train, *arrays(tmp_path, y={(250, 3): np.nan}))
     assert not (tmp_path / "run").exists()
-    assert phantom(tmp_path / "run", *arrays(tmp_path, x={(17, 12): np.inf})) == 2
-    assert "data.npz: row 17 of x" in only_line(capfd.readouterr().err)
+    assert "data.npz: row 17 of x" in refused(capfd, *train, *arrays(tmp_path, x={(17, 12): np.inf}))
 
 
 @pytest.mark.parametrize("family", ["ffn", "gpt"])
@@ -106,22 +105,20 @@ def test_resume_takes_what_is_not_given_from_the_folder(tmp_path, capfd):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_no_folder(tmp_path, capfd, arguments, message):
-    assert phantom(tmp_path / "run", *SMALL, *arguments) == 2
-    assert message in only_line(capfd.readouterr().err)
+    assert message in refused(capfd, "train", "--out", tmp_path / "run", *SMALL, *arguments)
     assert not (tmp_path / "run").exists()
 
 
 def test_an_output_folder_with_something_in_it_is_kept(tmp_path, capfd):
     (tmp_path / "notes.txt").write_text("mine")
-    assert phantom(tmp_path, *SMALL) == 2
-    assert "is not an empty folder" in only_line(capfd.readouterr().err)
+    assert "is not an empty folder" in refused(capfd, "train", "--out", tmp_path, *SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_more_ranks_than_memory_allows_are_refused(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("phantom_parallel.distributed.launch.available_bytes", lambda: 1 << 27)
-    assert phantom(tmp_path / "run", *SMALL, "--ranks", "2") == 2
-    assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in only_line(capfd.readouterr().err)
+    message = refused(capfd, "train", "--out", tmp_path / "run", *SMALL, "--ranks", "2")
+    assert "ranks=2 need at least 0.2 GiB of memory, 0.1 GiB are free" in message
     assert not (tmp_path / "run").exists()
 
 

@@ -12,6 +12,7 @@ from phantom_parallel import heal, load_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.gpt.heal import HealConfig
 from phantom_parallel.train import run
+from tests.cli.commands import answered, refused
 from tests.conversion.test_run import TEXT, command, trained_gpt
 
 SETTINGS = {"steps": 14, "layer_steps": 4, "batch": 4, "context": 32, "lr": 2e-3, "schedule": "constant"}
@@ -94,16 +95,15 @@ def test_resuming_in_one_process_is_exact(folder, once):
 
 def test_the_command_heals_and_the_model_generates(folder, capsys):
     paths = [f"--{name}={folder / path}" for name, path in (("model", "phantom"), ("teacher", "dense"))]
-    options = ["--steps", "2", "--batch", "2", "--context", "32", "--json", "--data", str(folder / "text.txt")]
-    assert main(["model", "heal", *paths, *options, "--out", str(folder / "cli")]) == 0
-    actual = json.loads(capsys.readouterr().out)
+    options = ["--steps", 2, "--batch", 2, "--context", 32, "--data", folder / "text.txt"]
+    actual = answered(capsys, "model", "heal", *paths, *options, "--out", folder / "cli")
     assert actual["step"] == 2
     assert actual["teacher_loss"] < actual["initial_loss"]
     assert main(["generate", "--model", str(folder / "cli" / "model"), "--prompt", "Every", "--tokens", "3"]) == 0
     assert main(["model", "heal", "--resume", "--out", str(folder / "cli"), "--steps", "3"]) == 0
     capsys.readouterr()
-    assert main(["train", "gpt", "--resume", "--out", str(folder / "cli"), "--steps", "4"]) == 2
-    assert "phantom model heal" in capsys.readouterr().err
+    message = refused(capsys, "train", "gpt", "--resume", "--out", folder / "cli", "--steps", 4)
+    assert "phantom model heal" in message
 
 
 def test_mistakes_are_one_line(folder, tmp_path, capsys):
@@ -116,11 +116,8 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
         ("dense", "dense", text, "is a dense model"),
         ("phantom", "dense", str(tmp_path / "short.txt"), "too few for a window"),
     ):
-        paths = ["--model", str(folder / model), "--teacher", str(folder / teacher), "--data", data]
-        assert main(["model", "heal", *paths, "--context", "32", "--out", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err.strip()
-        assert message in error
-        assert error.count("\n") == 0
+        paths = ["--model", folder / model, "--teacher", folder / teacher, "--data", data]
+        assert message in refused(capsys, "model", "heal", *paths, "--context", 32, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="longer than the models' context of 64"):
         heal(folder / "phantom", folder / "dense", text, tmp_path / "out", context=65)

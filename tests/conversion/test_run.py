@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
 from phantom_parallel.cli.main import main
+from tests.cli.commands import answered, refused
 
 TEXT = "Every block keeps its features and sends a few ghosts to the others. " * 300
 
@@ -31,7 +32,7 @@ def trained_gpt(folder, **settings):
 
 def command(model, text, out, *extra):
     return ["model", "convert", "--model", str(model), "--calibration", str(text), "--out", str(out), "--blocks", "4",
-            "--rows", "1024", "--length", "64", "--json", *extra]  # fmt: skip
+            "--rows", "1024", "--length", "64", *extra]  # fmt: skip
 
 
 def logits_on_ranks(path, tokens, size):
@@ -44,8 +45,7 @@ def test_a_gpt_converts_and_computes_the_same_on_ranks(tmp_path, capsys, ranks):
     actual = []
     for ghosts in (4, 8):  # 8 are all features of a block
         arguments = command(tmp_path / "dense", tmp_path / "text.txt", tmp_path / f"p{ghosts}", "--ghosts", str(ghosts))
-        assert main(arguments) == 0
-        actual.append(json.loads(capsys.readouterr().out))
+        actual.append(answered(capsys, *arguments))
     losses = [result["loss"] for result in actual]
     assert losses[-1] == pytest.approx(actual[0]["dense_loss"], abs=1e-4)
     assert losses[0] > losses[-1] + 0.01
@@ -71,14 +71,12 @@ def test_a_larger_budget_has_a_lower_loss_and_a_bound_on_the_loss_holds(tmp_path
     model, text = tmp_path / "dense", tmp_path / "text.txt"
     losses = []
     for budget in (0.5, 0.8):
-        assert main(command(model, text, tmp_path / f"p{budget}", "--budget", str(budget))) == 0
-        actual = json.loads(capsys.readouterr().out)
+        actual = answered(capsys, *command(model, text, tmp_path / f"p{budget}", "--budget", budget))
         assert actual["kept"] <= budget
         assert len({group["ghosts"] for group in actual["groups"]}) > 1
         losses.append(actual["loss"])
     assert losses == sorted(losses, reverse=True)
-    assert main(command(model, text, tmp_path / "q", "--max-loss", "0.2")) == 0
-    bounded = json.loads(capsys.readouterr().out)
+    bounded = answered(capsys, *command(model, text, tmp_path / "q", "--max-loss", "0.2"))
     assert bounded["loss"] <= bounded["dense_loss"] + 0.2
     assert bounded["kept"] < 1
     assert not list(tmp_path.glob(".*converting"))
@@ -100,8 +98,8 @@ def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, r
     losses = []
     for ghosts in (4, 8):
         out = tmp_path / f"p{ghosts}"
-        assert main(command(tmp_path / "dense", tmp_path / "x.npy", out, "--ghosts", str(ghosts))) == 0
-        losses.append(json.loads(capsys.readouterr().out)["loss"])
+        arguments = command(tmp_path / "dense", tmp_path / "x.npy", out, "--ghosts", ghosts)
+        losses.append(answered(capsys, *arguments)["loss"])
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 1e-8
     rows = torch.from_numpy(x[:5])
@@ -109,8 +107,8 @@ def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, r
     expected = load_model(tmp_path / "p4")(rows)
     for actual in ranks(2)(outputs_on_ranks, tmp_path / "p4", rows, 2):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    assert main(command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "b", "--budget", "0.5")) == 2
-    assert "the same ghosts" in capsys.readouterr().err
+    arguments = command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "b", "--budget", "0.5")
+    assert "the same ghosts" in refused(capsys, *arguments)
 
 
 def test_mistakes_are_named_before_the_work(tmp_path, capsys):
@@ -133,8 +131,7 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         (command(model, text, out, "--budget", "0.1"), "fewest ghosts keep"),
     ]
     for arguments, message in cases:
-        assert main(arguments) == 2, arguments
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, *arguments)
     assert not out.exists()
 
 

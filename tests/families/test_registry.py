@@ -9,11 +9,8 @@ import torch
 from phantom_parallel import load_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.registry import family_names, get_family, register_family
+from tests.cli.commands import answered
 from tests.families import tiny
-
-
-def printed(capfd) -> dict:
-    return json.loads(capfd.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +51,8 @@ def test_train_and_resume(trained):
 def test_infer_on_two_ranks(trained, tmp_path, capfd):
     x = np.random.default_rng(0).standard_normal((5, 16)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
-    given = ["--model", str(trained / "model"), "--inputs", str(tmp_path / "x.npy"), "--out", str(tmp_path / "y.npy")]
-    assert main(["infer", *given, "--ranks", "2", "--turns", "2", "--json"]) == 0
-    measured = printed(capfd)["measured"]
+    given = ["--model", trained / "model", "--inputs", tmp_path / "x.npy", "--out", tmp_path / "y.npy"]
+    measured = answered(capfd, "infer", *given, "--ranks", 2, "--turns", 2)["measured"]
     assert set(measured) == {"phantom", "tensor"}
     dense = load_model(trained / "model").map.to_dense()
     expected = x.astype(np.float64) @ dense.weight.detach().double().numpy().T + dense.bias.detach().double().numpy()
@@ -65,8 +61,7 @@ def test_infer_on_two_ranks(trained, tmp_path, capfd):
 
 def test_dryrun_agrees_with_its_formulas(capfd):
     given = ["--features", "64", "--ranks", "8", "--blocks", "8", "--ghosts", "2", "--batch", "32"]
-    assert main(["dryrun", "tiny", *given, "--json"]) == 0
-    assert printed(capfd)["differences"] == []
+    assert answered(capfd, "dryrun", "tiny", *given)["differences"] == []
 
 
 def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
@@ -89,9 +84,7 @@ def test_compare_trains_it_to_the_same_loss(tmp_path, capfd):
         extend = 0
         """
     )
-    given = ["--preset", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")]
-    assert main(["compare", "tiny", *given, "--json"]) == 0
-    actual = printed(capfd)
+    actual = answered(capfd, "compare", "tiny", "--preset", tmp_path / "tiny.toml", "--out", tmp_path / "out")
     assert [cell["strategy"] for cell in actual["cells"]] == ["phantom", "tensor"]
     assert all(run["status"] == "target" for cell in actual["cells"] for run in cell["runs"])
     assert (tmp_path / "out" / "report.html").exists()

@@ -10,6 +10,7 @@ import scipy.stats
 from phantom_parallel.cli.main import main
 from phantom_parallel.study import runner as runner_module
 from phantom_parallel.study.results import CurvePoint, Run
+from tests.cli.commands import answered, refused
 
 SLOW = 'base = "dgx-a100"\n[peak]\nfp32 = 2e8\n[inside]\nbandwidth = 1e8\n'
 WORDS = (
@@ -80,8 +81,7 @@ def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended
     assert ratios[2, 8] == pytest.approx(2.0, rel=0.1)
     assert set(data["learning_rates"].values()) == {0.002}
     count = len(names)
-    assert main([*words, "--resume", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"] == data["best"]
+    assert answered(capsys, *words, "--resume")["best"] == data["best"]
     assert len(names) == count
     plan = "plan --width 64 --depth 2 --batch 32 --devices 4 --hardware slow"
     assert main([*plan.split(), "--tuned", str(out)]) == 0
@@ -108,8 +108,7 @@ def test_phantom_is_held_against_the_smallest_dense_model_that_reaches_the_loss(
     monkeypatch.setattr("phantom_parallel.cli.tune.AT_MOST", 3 if pays else 10)
     decay(monkeypatch, {key: 20.0 if key == (None, None) else tau for key in EQUAL})
     words = WORDS.replace("planted", "darcy --grid 8").split()
-    assert main([*words, "--hardware", slow, "--out", str(tmp_path / "out"), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = answered(capsys, *words, "--hardware", slow, "--out", tmp_path / "out")
     small, width = data["small_dense"], 24 if pays else 8
     assert (small["width"], small["in_features"], small["blocks"]) == (width, 64, None)
     assert small["steps_ratio"]["mean"] == pytest.approx(64 / width, rel=0.1)
@@ -125,12 +124,11 @@ def test_formats_on_the_wire_are_planned_for_both_and_the_search_for_a_small_mod
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     decay(monkeypatch, EQUAL)
-    words = [*WORDS.replace("planted", "darcy --grid 8").split(), "--hardware", slow, "--json"]
+    words = [*WORDS.replace("planted", "darcy --grid 8").split(), "--hardware", slow]
     costs = {}
     for wire in ("full", "int8"):
         more = ["--wire", *{"full", wire}, "--minutes", "0.25", "--out", str(tmp_path / wire)]
-        assert main([*words, *more]) == 0
-        costs[wire] = json.loads(capsys.readouterr().out)
+        costs[wire] = answered(capsys, *words, *more)
     assert costs["full"]["best"]["wire"] == "full"
     assert costs["int8"]["best"]["wire"] == "int8"
     assert "--wire int8" in costs["int8"]["command"]
@@ -148,8 +146,7 @@ def test_several_nodes_are_started_by_srun(slow, tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(slow, tmp_path, capsys):
-    assert main([*WORDS.split(), "--hardware", "dgx-a100", "--out", str(tmp_path / "out"), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = answered(capsys, *WORDS.split(), "--hardware", "dgx-a100", "--out", tmp_path / "out")
     assert data["verdict"].startswith("Do not use phantom here: no candidate has a cheaper step than dense on 1 ranks")
     assert data["best"] is None
     assert not list((tmp_path / "out" / "cells").glob("*"))
@@ -192,20 +189,16 @@ def test_steps_are_extrapolated_where_the_trend_over_sizes_allows_it(
 
 def test_sizes_that_give_no_trend_are_refused_before_anything_is_trained(slow, tmp_path, capsys):
     out = str(tmp_path / "out")
-    assert main([*SIZES.replace("64 128", "64").split(), out]) == 2
-    assert "--widths needs at least two sizes below --width 256, got 64" in capsys.readouterr().err
-    assert main([*SIZES.replace("64 128", "66 128").split(), out]) == 2
-    error = capsys.readouterr().err
-    assert "66" in error
-    assert error.count("\n") == 1
+    message = refused(capsys, *SIZES.replace("64 128", "64").split(), out)
+    assert "--widths needs at least two sizes below --width 256, got 64" in message
+    assert "66" in refused(capsys, *SIZES.replace("64 128", "66 128").split(), out)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_transformers_are_tuned_by_the_same_code(slow, tmp_path, capsys):
     words = "tune gpt --dim 32 --layers 1 --heads 4 --context 16 --batch 4 --eval-windows 4 --max-bytes 20000"
-    grid = "--devices 4 --blocks 2 --ghosts 4 --steps 20 --seeds 1 --learning-rates 0.002 --hardware slow --json"
-    assert main([*words.split(), *grid.split(), "--out", str(tmp_path / "out")]) == 0
-    data = json.loads(capsys.readouterr().out)
+    grid = "--devices 4 --blocks 2 --ghosts 4 --steps 20 --seeds 1 --learning-rates 0.002 --hardware slow"
+    data = answered(capsys, *words.split(), *grid.split(), "--out", tmp_path / "out")
     assert data["family"] == "gpt"
     assert [(row["blocks"], row["ghosts"]) for row in data["candidates"]] == [(2, 4)]

@@ -9,6 +9,7 @@ import torch
 from phantom_parallel import load_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.families.gpt.generation import generate
+from tests.cli.commands import refused
 from tests.families.gpt.pretrained_models import greedy, make_pretrained
 
 gguf = pytest.importorskip("gguf")
@@ -110,6 +111,6 @@ def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys
 
 def test_a_damaged_gguf_file_is_refused(tmp_path, capsys):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
-    assert main(["model", "import", "--from", str(tmp_path / "bad.gguf"), "--out", str(tmp_path / "model")]) == 2
-    assert "bad.gguf is not a GGUF file" in capsys.readouterr().err
+    message = refused(capsys, "model", "import", "--from", tmp_path / "bad.gguf", "--out", tmp_path / "model")
+    assert "bad.gguf is not a GGUF file" in message
     assert not (tmp_path / "model").exists()
