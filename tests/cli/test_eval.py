@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from phantom_parallel import FFN, FFNConfig, save_model
+from phantom_parallel import FFN, FFNConfig, convert, save_model
 from phantom_parallel.cli.main import main
 from phantom_parallel.infer.evaluate import EvalConfig, evaluate_text
+from tests.cli.commands import answered, refused
 from tests.conversion.test_api import pretrained
 
 VOCAB = 11
@@ -40,16 +41,10 @@ def test_every_token_is_predicted_once_from_the_window_that_reaches_it_first(len
     assert measured["tokens"] == 30
 
 
-def evaluated(capsys, *arguments) -> dict:
-    assert main(["eval", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_accuracy_is_that_of_the_training(tmp_path, capsys):
-    train = "train ffn --data digits --width 64 --depth 1 --strategy dense --steps 20"
-    assert main([*train.split(), "--ranks", "1", "--out", str(tmp_path / "run"), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    measured = evaluated(capsys, "--model", tmp_path / "run" / "model")["model"]
+    train = "train ffn --data digits --width 64 --depth 1 --strategy dense --steps 20 --ranks 1 --out"
+    summary = answered(capsys, *train.split(), tmp_path / "run")
+    measured = answered(capsys, "eval", "--model", tmp_path / "run" / "model")["model"]
     assert measured["accuracy"] == pytest.approx(summary["accuracy"])
     assert measured["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
     assert measured["rows"] == 224
@@ -64,36 +59,41 @@ def test_the_relative_error_of_arrays_is_the_mean_over_rows(tmp_path, capsys, ra
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
     error = (model(x) - y).detach()
     data = "--data", tmp_path / "data.npz", "--ranks", ranks, "--batch", 7
-    measured = evaluated(capsys, "--model", tmp_path / "model", *data)["model"]
+    measured = answered(capsys, "eval", "--model", tmp_path / "model", *data)["model"]
     assert measured["relative_error"] == pytest.approx(float((error.norm(dim=1) / y.norm(dim=1)).mean()))
     assert measured["loss"] == pytest.approx(float(error.square().mean()))
     assert "accuracy" not in measured
 
 
-def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
+
+
+def tokenizer_of_words():
+    """A tokenizer of transformers."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from phantom_parallel import convert
-
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(words)))}))
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(WORDS)))}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    model = pretrained("llama", max_position_embeddings=64)
-    ids = torch.tensor([tokenizer.encode(" ".join(words * 3)).ids])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="rains")
+
+
+def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
+    model, tokenizer = pretrained("llama", max_position_embeddings=64), tokenizer_of_words()
+    ids = torch.tensor([tokenizer.encode(" ".join(WORDS * 3))])
     expected = {"against": float(model(ids, labels=ids).loss.detach())}
-    (tmp_path / "text.txt").write_text(" ".join(words * 3))
+    (tmp_path / "text.txt").write_text(" ".join(WORDS * 3))
     for name in ("against", "model"):
         if name == "model":
             convert(model, [torch.randint(60, (4, 60))], blocks=4, ghosts=2)
             expected["model"] = float(model(ids, labels=ids).loss.detach())
         model.save_pretrained(tmp_path / name)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
     both = "--model", tmp_path / "model", "--against", tmp_path / "against", "--data", tmp_path / "text.txt"
-    measured = evaluated(capsys, *both)
+    measured = answered(capsys, "eval", *both)
     for name, loss in expected.items():
         assert measured[name]["nats"] == pytest.approx(loss, rel=1e-5)
-        assert measured[name]["tokens"] == len(words) * 3 - 1
+        assert measured[name]["tokens"] == len(WORDS) * 3 - 1
     assert main(["eval", *map(str, both)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [[f"{tmp_path.name}", "perplexity"], ["against", "perplexity"]]
@@ -105,25 +105,7 @@ def test_a_model_of_transformers_beside_the_dense_one(tmp_path, capsys):
 )
 def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
     save_model(FFN(FFNConfig(width=16, depth=1, blocks=4, ghosts=2)), tmp_path / "model")
-    assert main(["eval", "--model", str(tmp_path / "model"), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "it", "rains"]
-
-
-def language_model():
-    """A model of transformers, and its tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(sorted(set(WORDS)))}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=64, **sizes)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="rains")
-    return transformers.LlamaForCausalLM(config).eval(), fast
+    assert message in refused(capsys, "eval", "--model", tmp_path / "model", *arguments)
 
 
 @pytest.mark.slow
@@ -132,9 +114,7 @@ def test_tasks_of_lm_eval_for_folders_of_transformers_and_our_own(tmp_path, caps
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    model, tokenizer = language_model()
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0)  # so that the words before matter
+    model, tokenizer = pretrained("llama", max_position_embeddings=64, vocab_size=16), tokenizer_of_words()
     model.save_pretrained(tmp_path / "hf")
     tokenizer.save_pretrained(tmp_path / "hf")
     choices, correct = ["fox", "dog", "quick"], []
@@ -157,10 +137,10 @@ def test_tasks_of_lm_eval_for_folders_of_transformers_and_our_own(tmp_path, caps
     tasks = "--tasks", "words", "--task-folder", tmp_path / "tasks"
     for ranks in (1, 2):
         both = "--model", tmp_path / "hf", "--against", tmp_path / "own", "--ranks", ranks
-        result = evaluated(capsys, *both, *tasks)
+        result = answered(capsys, "eval", *both, *tasks)
         for name, folder in (("model", "hf"), ("against", "own")):
             assert result[name] == {"folder": str(tmp_path / folder), "words acc": pytest.approx(sum(correct) / 9)}
-    assert main(["eval", "--model", str(tmp_path / "own"), "--tasks", "nothing"]) == 2
-    assert "lm_eval has no task nothing" in capsys.readouterr().err
+    message = refused(capsys, "eval", "--model", tmp_path / "own", "--tasks", "nothing")
+    assert "lm_eval has no task nothing" in message
     assert main(["eval", "--model", str(tmp_path / "own"), *map(str, tasks), "--limit", "3"]) == 0
     assert capsys.readouterr().out == f"own  words acc {sum(correct[:3]) / 3:.4f}\n"

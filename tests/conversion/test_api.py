@@ -162,7 +162,7 @@ def pretrained(kind: str, **settings):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=60, **sizes | settings)
+    config = transformers.AutoConfig.for_model(kind, **{"vocab_size": 60} | sizes | settings)
     model = (transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM).from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.mul_(3.0)
