@@ -16,10 +16,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 36), nn.GELU(), nn.Linear(36, 24), nn.Tanh(), nn.Linear(24, 12)).double()
 
 
-def rows(count: int = 400) -> torch.Tensor:
+def rows(count: int = 400, size: int = 24) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    mixing = torch.randn(24, 24, generator=generator, dtype=torch.float64) * (1 + torch.arange(24)) ** -1.0
-    return torch.randn(count, 24, generator=generator, dtype=torch.float64) @ mixing.T + 0.5
+    mixing = torch.randn(size, size, generator=generator, dtype=torch.float64) * (1 + torch.arange(size)) ** -1.0
+    return torch.randn(count, size, generator=generator, dtype=torch.float64) @ mixing.T + 0.5
 
 
 def difference(model: nn.Module, dense: nn.Module, x: torch.Tensor) -> float:

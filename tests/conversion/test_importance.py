@@ -8,6 +8,7 @@ from torch import nn
 
 from phantom_parallel import convert
 from phantom_parallel.conversion.stages import find_layers, output_importance
+from tests.conversion.test_api import rows
 
 
 class Gated(nn.Module):
@@ -23,12 +24,6 @@ class Gated(nn.Module):
         return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
 
 
-def rows(count: int = 96) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    mixing = torch.randn(12, 12, generator=generator, dtype=torch.float64) * (1 + torch.arange(12)) ** -1.0
-    return torch.randn(count, 12, generator=generator, dtype=torch.float64) @ mixing.T
-
-
 def first_outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A loss that depends on a third of the outputs: one in each of three blocks of four, and a little on another."""
     z = model(x).unflatten(-1, (3, 4))
@@ -36,7 +31,7 @@ def first_outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
-    model, x = Gated(), rows()
+    model, x = Gated(), rows(96, 12)
     trained = [parameter.requires_grad for parameter in model.parameters()]
     actual = output_importance(model, find_layers(model, ("*",), ()), [x[:48], x[48:]], first_outputs)
     expected = {name: torch.zeros(size, dtype=torch.float64) for name, size in (("gate", 18), ("up", 18), ("down", 12))}
@@ -55,7 +50,7 @@ def test_weights_are_mean_squares_of_the_gradients_of_single_rows():
 
 @pytest.mark.parametrize("budget", [{"ghosts": 1}, {"budget": 0.6}], ids=["ghosts", "budget"])
 def test_a_conversion_that_knows_the_loss_keeps_it_better(budget):
-    dense, x = Gated(), rows(400)
+    dense, x = Gated(), rows(400, 12)
     expected = float(first_outputs(dense, x).detach())
     differences = []
     for loss in (None, first_outputs):
