@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from phantom_parallel import PhantomLinear, convert, replace_linear  # noqa: E402
 from phantom_parallel import hf as phantom_hf  # noqa: E402
+from tests.families.gpt.pretrained_models import greedy  # noqa: E402
 
 
 def make(kind: str):
@@ -36,10 +37,7 @@ def test_a_converted_model_comes_back_through_from_pretrained(tmp_path, kind):
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=0, rtol=0)
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    mask = {"attention_mask": torch.ones_like(tokens[:1, :6])}
-    ours, theirs = (each.generate(tokens[:1, :6], **mask, **settings) for each in (again, model))
-    assert ours.tolist() == theirs.tolist()
+    assert greedy(again, tokens[:1, :6], 5) == greedy(model, tokens[:1, :6], 5)
     again.save_pretrained(tmp_path / "again")  # and once more
     third = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     torch.testing.assert_close(third(tokens).logits, model(tokens).logits)
@@ -54,18 +52,21 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+def trainer_of(model, out, rows, *, callbacks=None, **settings):
+    arguments = transformers.TrainingArguments(
+        str(out), use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **settings
+    )
+    return transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+
+
 def test_the_trainer_trains_saves_and_resumes(folder, tmp_path, caplog):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(32).view(2, 16) % 7
     rows = [{"input_ids": row, "labels": row} for row in tokens]
 
     def trainer(model, steps):
-        settings = {"use_cpu": True, "report_to": "none", "learning_rate": 1e-2, "disable_tqdm": True}
-        arguments = transformers.TrainingArguments(
-            str(tmp_path / "out"), max_steps=steps, save_steps=4, logging_steps=1, lr_scheduler_type="constant",
-            dataloader_pin_memory=False, **settings,
-        )  # fmt: skip
-        return transformers.Trainer(model, arguments, train_dataset=rows)
+        settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+        return trainer_of(model, tmp_path / "out", rows, max_steps=steps, save_steps=4, **settings)
 
     whole = trainer(model, 8)
     whole.train()
@@ -98,8 +99,7 @@ def outcome(folder, tokens, **kwargs):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
     with torch.inference_mode():
         logits = model(tokens).logits
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    generated = model.generate(tokens[:1, :6], attention_mask=torch.ones_like(tokens[:1, :6]), **settings)
+    generated = greedy(model, tokens[:1, :6], 5)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     whole = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
@@ -128,7 +128,7 @@ def test_ranks_equal_one_process(ranks, tmp_path, kind):
     logits, generated, loss, grads = outcome(folder, tokens)
     for rank in ranks(2)(outcome_on_rank, folder, tokens):
         torch.testing.assert_close(rank[0], logits)
-        assert rank[1].tolist() == generated.tolist()
+        assert rank[1] == generated
         torch.testing.assert_close(rank[2], loss)
         assert rank[3].keys() == grads.keys()
         for name, grad in grads.items():
@@ -141,12 +141,9 @@ def test_ranks_equal_one_process(ranks, tmp_path, kind):
 
 def train_with_trainer(model, out, rows):
     """Losses and gradient norms of a training, which also writes checkpoints and the model."""
-    arguments = transformers.TrainingArguments(
-        out, max_steps=4, save_steps=2, save_only_model=True, logging_steps=1, max_grad_norm=0.5, learning_rate=1e-2,
-        lr_scheduler_type="constant", use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-        per_device_train_batch_size=2,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    settings = {"max_grad_norm": 0.5, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+    settings |= {"save_steps": 2, "save_only_model": True, "per_device_train_batch_size": 2}
+    trainer = trainer_of(model, out, rows, max_steps=4, **settings)
     trainer.train()
     trainer.model.save_pretrained(f"{out}/saved")
     return [(float(log["loss"]), float(log["grad_norm"])) for log in trainer.state.log_history if "loss" in log]
@@ -214,11 +211,8 @@ def test_the_trainer_logs_joules_and_checkpoints_carry_them(tmp_path):
             seen.append(dict(logs))
 
     def train(steps, **kwargs):
-        settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=steps, save_steps=3, logging_steps=2, **settings
-        )
-        trainer = transformers.Trainer(make("llama"), arguments, train_dataset=rows, callbacks=[Tracker()])
+        often = {"save_steps": 3, "logging_steps": 2}
+        trainer = trainer_of(make("llama"), tmp_path, rows, callbacks=[Tracker()], max_steps=steps, **often)
         phantom_hf.EnergyCallback(profile="assumed-core").add_to(trainer)
         trainer.train(**kwargs)
         return [(log["step"], log["joules_modelled"]) for log in trainer.state.log_history]
