@@ -14,9 +14,9 @@ def node(tmp_path):
     return PmCounters(tmp_path / "pm_counters")
 
 
-def metered(node, clock, sleep=None, **kwargs) -> EnergyMeter:
-    probe = probe_cray(node.root, clock=clock, sleep=sleep or node.sleep(clock))
-    return EnergyMeter(sources=probe.sources, clock=clock, device="cpu", **kwargs)
+def metered(node, clock) -> EnergyMeter:
+    probe = probe_cray(node.root, clock=clock, sleep=node.sleep(clock))
+    return EnergyMeter(sources=probe.sources, clock=clock, device="cpu")
 
 
 def load(node, joules: int) -> None:

@@ -7,8 +7,8 @@ from phantom_parallel.energy.sensors import probe_rapl
 from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, two_packages
 
 
-def metered(tree, clock, **kwargs) -> EnergyMeter:
-    return EnergyMeter(sources=probe_rapl(tree.root, clock=clock).sources, clock=clock, device="cpu", **kwargs)
+def metered(tree, clock) -> EnergyMeter:
+    return EnergyMeter(sources=probe_rapl(tree.root, clock=clock).sources, clock=clock, device="cpu")
 
 
 def test_a_known_load_comes_back_to_the_joule(tmp_path):

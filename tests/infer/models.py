@@ -31,11 +31,11 @@ class Known:
         return path
 
 
-def known(strategy: str = "phantom", dtype: torch.dtype = torch.float64, depth: int = DEPTH) -> Known:
+def known(strategy: str = "phantom") -> Known:
     block = WIDTH // BLOCKS
-    layers = [Phantom.random(BLOCKS, block, block, GHOSTS, seed=seed) for seed in range(depth)]
+    layers = [Phantom.random(BLOCKS, block, block, GHOSTS, seed=seed) for seed in range(DEPTH)]
     cut = {"blocks": BLOCKS, "ghosts": GHOSTS} if strategy == "phantom" else {}
-    model = FFN(FFNConfig(WIDTH, depth, strategy, **cut), dtype=dtype)
+    model = FFN(FFNConfig(WIDTH, DEPTH, strategy, **cut), dtype=torch.float64)
     state = {}
     for index, layer in enumerate(layers):
         parts = layer.packed() if strategy == "phantom" else {"weight": layer.weight(), "bias": layer.bias}

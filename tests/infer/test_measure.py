@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phantom_parallel import FFN, EnergyMeter, FFNConfig, Ledger, PowerProfile
 from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.energy.results import Component
-from phantom_parallel.energy.sensors import EnergySample, ReadFailure, SensorSpec
+from phantom_parallel.energy.sensors import EnergySample, SensorSpec
 from phantom_parallel.infer.measure import modelled_joules
 from phantom_parallel.infer.predict import measure, random_rows
 
@@ -79,9 +79,9 @@ class Counted:
 
     name = "counted"
 
-    def __init__(self, models, resolution=1e-4, fails=False):
-        self.specs = (SensorSpec("counted/0", "counted", Component.CPU, resolution_seconds=resolution),)
-        self.forwards, self.readings, self.fails = 0, 0, fails
+    def __init__(self, models):
+        self.specs = (SensorSpec("counted/0", "counted", Component.CPU, resolution_seconds=1e-4),)
+        self.forwards = self.readings = 0
         for model in models.values():
             model.register_forward_hook(self.count)
 
@@ -90,24 +90,14 @@ class Counted:
 
     def read(self, *, fresh=True):
         self.readings += 1
-        if self.fails and self.readings == 3:
-            return {"counted/0": ReadFailure("gone")}
         return {"counted/0": EnergySample(10.0 * self.readings, 3.0 * self.forwards)}
 
 
-PROFILE = PowerProfile("made up", 2.0, 2.0, 2.0, "here")
-
-
-def sensed(**settings):
-    models = {"phantom": build("phantom", None), "dense": build("dense", None)}
-    source = Counted(models, **settings)
-    meter = EnergyMeter(sources=(source,), device="cpu")
-    return source, measure(models, BATCH, turns=2, profile=PROFILE, meter=meter)
-
-
 def test_sensors_go_before_the_model():
-    source, actual = sensed()
-    for cost in actual.values():
+    models = {"phantom": build("phantom", None), "dense": build("dense", None)}
+    source, profile = Counted(models), PowerProfile("made up", 2.0, 2.0, 2.0, "here")
+    meter = EnergyMeter(sources=(source,), device="cpu")
+    for cost in measure(models, BATCH, turns=2, profile=profile, meter=meter).values():
         assert cost.provenance == "counter"
         assert cost.joules == pytest.approx(3.0 / BATCH)
     assert source.readings == 2 * 2  # both ends of a window of each model

@@ -33,10 +33,9 @@ def runner(tmp_path) -> CellRunner:
     return make_runner(tmp_path)
 
 
-def make_runner(out: Path, *, show: bool = False) -> CellRunner:
-    options = RunOptions(out, show=show)
+def make_runner(out: Path) -> CellRunner:
     settings = read_settings("presets", "quick", {"ranks": 1})
-    return CellRunner(torch.device("cpu"), settings, options, ProgressDisplay(show=show), StopRequest())
+    return CellRunner(torch.device("cpu"), settings, RunOptions(out), ProgressDisplay(show=False), StopRequest())
 
 
 def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list[FFNTrainConfig]:

@@ -139,20 +139,15 @@ import sys, time
 from pathlib import Path
 from phantom_parallel.utils.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
-getattr(lock, sys.argv[2])()
+lock.acquire()
 print("held", flush=True)
 time.sleep(60)
 """
 
 
-def holder(folder, how: str) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
 def test_a_process_that_was_killed_does_not_keep_its_lock(tmp_path):
-    process = holder(tmp_path, "acquire")
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
     try:
         with pytest.raises(BlockingIOError, match=f"{tmp_path} is in use"):
             FolderLock(tmp_path).acquire()
