@@ -18,8 +18,8 @@ from tests.families.gpt.test_model import filled
 CONTEXT, TOKENS = 32, 10
 
 
-def prompts(vocab: int = 24) -> torch.Tensor:
-    return torch.randint(vocab, (3, 5), generator=torch.Generator().manual_seed(7))
+def prompts() -> torch.Tensor:
+    return torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(7))
 
 
 def continued(config: GPTConfig, prompt: torch.Tensor) -> list[list[int]]:
@@ -37,20 +37,20 @@ def expected(config: GPTConfig) -> list[list[int]]:
     return continued(config, prompts())
 
 
-def greedy(config: GPTConfig, dtype: torch.dtype, mesh=None) -> list[list[int]]:
-    model = filled(config, mesh, dtype)
-    return generate(model, prompts(), tokens=TOKENS).tokens.tolist()
+def made(config: GPTConfig, prompts: torch.Tensor | list[torch.Tensor], mesh=None, **settings) -> list[list[int]]:
+    model = filled(config, mesh, torch.float32)
+    return generate(model, prompts, tokens=TOKENS, **settings).tokens.tolist()
 
 
-def greedy_on_ranks(*args) -> list[list[int]]:
-    return greedy(*args, one_mesh())
+def made_on_ranks(*args, **settings) -> list[list[int]]:
+    return made(*args, one_mesh(), **settings)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense", "lowrank"])
 def test_greedy_tokens_are_those_of_plain_maths(strategy, tied):
     config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
-    assert greedy(config, torch.float32) == expected(config)
+    assert made(config, prompts()) == expected(config)
 
 
 @pytest.mark.sampled(4)
@@ -60,14 +60,14 @@ def test_greedy_tokens_are_those_of_plain_maths(strategy, tied):
 def test_greedy_tokens_are_identical_on_any_number_of_ranks(ranks, strategy, size, tied):
     config = config_of(strategy, tie_embeddings=tied, context=CONTEXT)
     wanted = expected(config)
-    for actual in ranks(size)(greedy_on_ranks, config, torch.float32):
+    for actual in ranks(size)(made_on_ranks, config, prompts()):
         assert actual == wanted
 
 
 def test_stages_of_a_pipeline_generate_the_tokens_of_the_dense_model(ranks):
     config = config_of("pipeline", tie_embeddings=True, context=CONTEXT)
     wanted = expected(replace(config, strategy="dense"))
-    assert ranks(2)(greedy_on_ranks, config, torch.float32) == [wanted] * 2
+    assert ranks(2)(made_on_ranks, config, prompts()) == [wanted] * 2
 
 
 UNEQUAL = (1, 5, 3, 4)
@@ -78,37 +78,24 @@ def unequal_prompts() -> list[torch.Tensor]:
     return [row[:length] for row, length in zip(rows, UNEQUAL, strict=True)]
 
 
-def unequal_on_ranks(config: GPTConfig) -> list[list[int]]:
-    return generate(filled(config, one_mesh(), torch.float32), unequal_prompts(), tokens=TOKENS).tokens.tolist()
-
-
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "dense"])
 def test_prompts_of_unequal_length_are_continued_as_each_would_be_by_itself(ranks, strategy):
     config = config_of(strategy, context=CONTEXT)
     expected = [continued(config, prompt[None])[0] for prompt in unequal_prompts()]
-    model = filled(config, None, torch.float32)
-    assert generate(model, unequal_prompts(), tokens=TOKENS).tokens.tolist() == expected
+    assert made(config, unequal_prompts()) == expected
     if strategy != "dense":
-        assert ranks(2)(unequal_on_ranks, config) == [expected] * 2
+        assert ranks(2)(made_on_ranks, config, unequal_prompts()) == [expected] * 2
 
 
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 11}
 
 
-def sampled(mesh=None, strategy: str = "phantom") -> list[list[int]]:
-    model = filled(config_of(strategy, context=CONTEXT), mesh, torch.float32)
-    return generate(model, prompts(), tokens=TOKENS, **SAMPLED).tokens.tolist()
-
-
-def sampled_on_ranks(strategy: str) -> list[list[int]]:
-    return sampled(one_mesh(), strategy)
-
-
 @pytest.mark.parametrize("strategy", ["phantom", "megatron"])
 def test_draws_are_the_same_on_any_number_of_ranks(ranks, strategy):
-    alone = sampled(strategy=strategy)
-    assert ranks(4)(sampled_on_ranks, strategy) == [alone] * 4
-    assert alone != greedy(config_of(strategy, context=CONTEXT), torch.float32)
+    config = config_of(strategy, context=CONTEXT)
+    alone = made(config, prompts(), **SAMPLED)
+    assert ranks(4)(made_on_ranks, config, prompts(), **SAMPLED) == [alone] * 4
+    assert alone != made(config, prompts())
 
 
 def test_tokens_are_reported_and_rows_end_where_the_callback_says():
