@@ -1,7 +1,7 @@
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -11,7 +11,7 @@ os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # threads of several processes share few cores: spinning starves all
 
-from tests.pool import Pool
+from tests.pool import Pools
 
 hypothesis.settings.register_profile("no-clock", deadline=None)  # on a busy machine an example may take long
 hypothesis.settings.load_profile("no-clock")
@@ -51,22 +51,8 @@ def _environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, Pool]]:
-    pools: dict[int, Pool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="session")
-def ranks(_pools: dict[int, Pool]) -> Callable[[int], Pool]:
+def ranks() -> Iterator[Pools]:
     """``ranks(4)`` is a pool of 4 local ranks, the same one for many tests unless something fails in it."""
-
-    def pool_of(size: int) -> Pool:
-        if size in _pools and _pools[size].worn:
-            _pools[size].close()
-        if size not in _pools or _pools[size].closed:
-            _pools[size] = Pool(size)
-        return _pools[size]
-
-    return pool_of
+    pools = Pools()
+    yield pools
+    pools.close()

@@ -106,6 +106,24 @@ class Pool:
         self._folder.cleanup()
 
 
+class Pools:
+    """``pools(size)`` is a pool of so many ranks: one of each size, until it is worn or something fails in it."""
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self._pools, self._backend = dict[int, Pool](), backend
+
+    def __call__(self, size: int) -> Pool:
+        if size in self._pools and self._pools[size].worn:
+            self._pools[size].close()
+        if size not in self._pools or self._pools[size].closed:
+            self._pools[size] = Pool(size, self._backend)
+        return self._pools[size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 def _serve(rank: int, size: int, store: str, backend: str, pipe: Connection) -> None:
     import torch
 

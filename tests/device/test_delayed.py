@@ -3,7 +3,7 @@
 The functions that ranks run are those of the tests on gloo. Here they take the native collectives of accelerators.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,23 +30,16 @@ from tests.ops import (
     test_vocabulary,
     test_wire,
 )
-from tests.pool import Pool, RankFailed
+from tests.pool import Pools, RankFailed
 from tests.reference import Phantom, relative_error
 
 
 @pytest.fixture(scope="module")
-def late_ranks() -> Iterator[Callable[[int], Pool]]:
+def late_ranks() -> Iterator[Pools]:
     """As ``ranks``, on a delayed group."""
-    pools: dict[int, Pool] = {}
-
-    def pool_of(size: int) -> Pool:
-        if size not in pools or pools[size].closed:
-            pools[size] = Pool(size, delayed.NAME)
-        return pools[size]
-
-    yield pool_of
-    for pool in pools.values():
-        pool.close()
+    pools = Pools(delayed.NAME)
+    yield pools
+    pools.close()
 
 
 def largest(errors: Any) -> float:
