@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -87,8 +87,28 @@ def output(variables: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False).stdout
 
 
-def until(condition) -> None:  # type: ignore[no-untyped-def]
+def restart(variables: dict[str, str], job: str) -> None:
+    """Let a requeued job start now, not after the two minutes that Slurm lets it wait.
+
+    A node refuses a launch that Slurm makes in the second in which it has ended the last one, and Slurm kills the job
+    then. So the next launch is two seconds later.
+    """
+    until(lambda: state_of(variables, job) == "PENDING", lambda: describe(variables, job))
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], env=variables, check=True)
+
+
+def state_of(variables: dict[str, str], job: str) -> str:
+    return output(variables, "squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job).strip()
+
+
+def describe(variables: dict[str, str], job: str) -> str:
+    """What Slurm and its logs say of a job that does not do what it should."""
+    logs = (path.read_text() for path in sorted(Path(variables["SLURM_CONF"]).parent.glob("*.log")))
+    return "\n".join([output(variables, "scontrol", "show", "job", job), *(log[-2000:] for log in logs)])
+
+
+def until(condition: Callable[[], object], explain: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.1)

@@ -79,12 +79,11 @@ def test_the_example_requeues_itself_when_its_time_ends(cluster, tmp_path):
     out = tmp_path / "out" / f"compare-paper-{job}"
     slurm.until(lambda: list((out / "cells").glob("*.json")))
     run(cluster, "scancel", "--signal=TERM", job)  # as Slurm does before the end of the time
-    slurm.until(lambda: "PENDING" in slurm.output(cluster, "squeue", "--noheader", "--format=%T", "--jobs", job))
+    slurm.restart(cluster, job)
     kept = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*.json")}
     assert kept
     assert not (out / "results.json").exists()
-    run(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets requeued jobs wait
-    slurm.until((out / "report.html").exists)
+    slurm.until((out / "report.html").exists, lambda: slurm.describe(cluster, job) + (tmp_path / "log").read_text())
     assert {path: path.stat().st_mtime_ns for path in kept} == kept  # what was finished is not run again
     assert "Traceback" not in (tmp_path / "log").read_text()
 
