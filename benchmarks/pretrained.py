@@ -203,6 +203,9 @@ def heal_part(bench: Bench, actual: dict[str, Any], save: Callable[[], None]) ->
     }
     quiet: dict[str, Any] = {"eval_every": 10**6, "checkpoint_every": 10**6}
     model, teacher, data = path, options.model, bench.training
+    if options.heal_text is not None:
+        data = bench.work / "healing.txt"
+        write_bytes(data, bench.training.read_bytes() + b"\n\n" + options.heal_text.read_bytes())
     if options.heal_steps is not None:
         actual["steps"] = options.heal_steps
     elif "step_seconds" not in actual:  # of a few steps, from which the number of steps follows
@@ -280,6 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--heal-budget", type=float, default=0.67)
     parser.add_argument("--heal-minutes", type=float, default=20.0, help="minutes of steps, without evaluations")
+    parser.add_argument("--heal-text", type=Path, help="more text to heal on, besides that of calibration")
     parser.add_argument("--heal-steps", type=int, help="steps, instead of minutes")
     parser.add_argument("--heal-batch", type=int, default=4, help="windows of a step")
     parser.add_argument("--heal-dtype", default="fp32", choices=["fp32", "bf16"], help="of products in healing")

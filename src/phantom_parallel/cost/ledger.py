@@ -140,7 +140,7 @@ class Ledger(TorchDispatchMode):
             if flops := flop_registry[packet](*args, **kwargs, out_val=result):
                 shape = _product_shape(packet.__name__, args)
                 self.products[ProductEntry(self._phase(), self._module(), packet.__name__, *shape, flops)] += 1
-        elif func.namespace in ("_c10d_functional", "c10d", "_dtensor"):
+        elif func.namespace in ("_c10d_functional", "c10d", "_dtensor", "phantom_parallel"):
             self._book_collective(func, args)
         return result
 

@@ -25,6 +25,10 @@ exchange ghosts (`inter_block`). What all R ranks need passes the slow links bet
 it takes longer than a few hundred bytes take to a neighbour, and a token that is decoded waits for two such messages in
 each layer. The time counts as computing (`energy`). Only the wait differs, so that ranks may differ in whether they
 poll: under ``torch.compile`` and dispatch modes, which see the functional collective, none does.
+
+**Pairs.** A rank of gloo tells its peers that it is ready to receive through the connection that it sends on. Its
+all-to-all starts to send first, so that on a slow link one direction waits for the other. Between hosts, slices from
+`LARGE_BYTES` on are therefore exchanged by sends and receives of each pair of ranks, all receives first.
 """
 
 import functools
@@ -61,6 +65,7 @@ class RankGroup(NamedTuple):
     wire: WireFormat = "full"  # the format that features travel in
     inter_block: Any = None  # where several ranks share each block: the p ranks with this one's place, by their block
     intra_block: Any = None  # and the t ranks of this one's block, by their place
+    in_pairs: bool = False  # whether large slices are sent by pairs of ranks, where they are built from all-to-all
 
     def with_wire(self, wire: WireFormat) -> "RankGroup":
         """The same ranks with another format, on both levels."""
@@ -95,7 +100,10 @@ def process_group(group: dist.ProcessGroup, device_type: str, wire: WireFormat =
     backend = dict(entry.split(":") for entry in config.split(",")).get(device_type) if ":" in config else config
     # gloo's all-gather and reduce-scatter take longer than its all-to-all of the same volume, above all when ranks
     # outnumber cores (benchmarks/exchange.py). NCCL, RCCL and the fake backend use their own.
-    return RankGroup(dist.get_rank(group), dist.get_world_size(group), group.group_name, backend != "gloo", wire)
+    native, size = backend != "gloo", dist.get_world_size(group)
+    # By the whole job, on which all ranks agree however many of them each host has.
+    hosts_differ = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) < dist.get_world_size()
+    return RankGroup(dist.get_rank(group), size, group.group_name, native, wire, in_pairs=hosts_differ and not native)
 
 
 def block_group(mesh: DeviceMesh | None, blocks: int, wire: WireFormat = "full") -> RankGroup:
@@ -264,10 +272,36 @@ def finish(pending: Pending) -> Arrived:
     return Arrived(values.sum(0), None if sums is None else sums.sum(0)) if is_sum else Arrived(values, sums)
 
 
+LARGE_BYTES = 16384  # to each rank; more than what is polled for
+
+
 def _send(rows: Tensor, group: RankGroup) -> Tensor:
     """Start to send slice r of rows (R B, c) to rank r."""
+    large = rows.numel() * rows.element_size() >= LARGE_BYTES * group.size
+    if large and group.in_pairs and not _is_traced(rows):
+        return all_to_all_in_pairs(rows.contiguous(), group.name)
     splits = [rows.shape[0] // group.size] * group.size
     return _call(_all_to_all, rows, splits, splits, group.name)
+
+
+@torch.library.custom_op("phantom_parallel::all_to_all_in_pairs", mutates_args=())
+def all_to_all_in_pairs(rows: Tensor, group: str) -> Tensor:
+    """Start to send slice r of rows (R B, c) to rank r: what arrives, once it has been waited for."""
+    ranks: Any = _resolve_process_group(group)  # type: ignore[arg-type]
+    rank, size, arriving = ranks.rank(), ranks.size(), torch.empty_like(rows)
+    slices, places = rows.chunk(size), arriving.chunk(size)
+    places[rank].copy_(slices[rank])
+    sources, targets = ([(rank + sign * i) % size for i in range(1, size)] for sign in (-1, 1))
+    works = [ranks.recv([places[source]], source, 0) for source in sources]
+    works += [ranks.send([slices[target]], target, 0) for target in targets]
+    for work in works:
+        _register_work(arriving, work)
+    return arriving
+
+
+@all_to_all_in_pairs.register_fake
+def _(rows: Tensor, group: str) -> Tensor:
+    return torch.empty_like(rows)
 
 
 def _call(op: Any, *args: Any) -> Tensor:
@@ -332,13 +366,17 @@ class PollingPolicy:
 polling = PollingPolicy()  # of this process
 
 
-def _is_short(rows: Tensor, ranks: int) -> bool:
-    """Whether to poll for the slices of these rows. Not where a gradient is recorded, which polling does not have."""
+def _is_traced(rows: Tensor) -> bool:
+    """Whether something must see the functional collective: autograd, a transform, or the compiler."""
     if (rows.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
-        return False
-    if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
-        return False
-    return rows.numel() * rows.element_size() <= SHORT_BYTES * ranks and not torch._C._len_torch_dispatch_stack()
+        return True
+    return torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu"
+
+
+def _is_short(rows: Tensor, ranks: int) -> bool:
+    """Whether to poll for the slices of these rows."""
+    short = rows.numel() * rows.element_size() <= SHORT_BYTES * ranks
+    return short and not _is_traced(rows) and not torch._C._len_torch_dispatch_stack()
 
 
 def _send_short(rows: Tensor, group: RankGroup) -> tuple[Tensor, dist.Work]:
