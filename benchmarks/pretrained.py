@@ -30,7 +30,7 @@ from benchmarks.pretrained_exact import exact
 from benchmarks.timing import about, write
 from phantom_parallel import convert, heal, load_model, save_model
 from phantom_parallel.checkpoint.pretrained import copy_kept_files
-from phantom_parallel.conversion.stages import find_layers, find_stages, run_stage, stage_outputs
+from phantom_parallel.conversion.api import find_layers, find_stages, run_stage, stage_outputs
 from phantom_parallel.families.gpt.family import GPTConverter, read_tokens
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.families.gpt.text import split_text

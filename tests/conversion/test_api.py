@@ -7,8 +7,15 @@ import torch
 from torch import nn
 
 from phantom_parallel import PhantomLinear, convert
-from phantom_parallel.conversion.api import _RIDGES, GhostCurve, _best_ridge, ghosts_for_budget, next_token_loss
-from phantom_parallel.conversion.stages import find_layers, output_importance
+from phantom_parallel.conversion.api import (
+    _RIDGES,
+    GhostCurve,
+    _best_ridge,
+    find_layers,
+    ghosts_for_budget,
+    next_token_loss,
+    output_importance,
+)
 
 
 def network() -> nn.Sequential:

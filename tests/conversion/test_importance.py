@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phantom_parallel import convert
-from phantom_parallel.conversion.stages import find_layers, output_importance
+from phantom_parallel.conversion.api import find_layers, output_importance
 from tests.conversion.test_api import rows
 
 

@@ -9,16 +9,28 @@ rows: what x' does not explain is noise, of which each of many layers would lear
 With importance of outputs, an error counts relative to the stream of its position, since what reads the stream
 normalizes it: rows of output projections have the weight 1 / |h|^2. The mean square of a gradient says nothing of the
 few positions whose stream is a thousand times as large as that of all others, as in most language models.
+
+To second order, an error e of a layer's output raises the loss by about E[(g^T e)^2] / 2, where g is the gradient of a
+row's loss with respect to the output. Its diagonal, E[g_o^2] of each output o, is the importance of that output's
+squared error. It makes errors of different layers comparable: a budget goes where ghosts lower the loss.
+
+Two streams of activations go through the model stage by stage: the dense model's, and the converted model's. A stage
+runs on all batches before the next one does, so that the model runs a few times, not once for each linear layer. The
+stages are the modules of one ``nn.ModuleList``, such as the layers of a transformer; a linear layer outside of them
+needs passes of the complete model.
 """
 
 import json
 import sys
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,38 +39,278 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
-from phantom_parallel.conversion.stages import (
-    EXCLUDED,
-    Call,
-    DenseLayer,
-    Loss,
-    call_of,
-    capture_stages,
-    check_division,
-    find_layers,
-    find_stages,
-    first_tensor,
-    output_importance,
-    padding_mask,
-    read_batches,
-    rows_of,
-    run_stage,
-    stack_by_blocks,
-    stage_outputs,
-    unstack_blocks,
-)
 from phantom_parallel.nn.fit import DAMPING, STEPS, OutputFit, damped, fit_outputs, ghost_spectrum, solve
-from phantom_parallel.nn.linear import PhantomLinear
+from phantom_parallel.nn.linear import PhantomLinear, TensorLinear
 from phantom_parallel.utils.files import write_bytes
 from phantom_parallel.utils.layout import BlockLayout, positive
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+EXCLUDED = ("*lm_head*", "head*", "*.head*", "*embed*", "*score*", "*classifier*", "cls.*")  # unless they are asked for
+Loss = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
+_IMPORTANCE_FLOOR = 1e-2  # of the mean, for outputs whose gradients vanish on the calibration data
+_ROWS = 8  # of a dataset in a batch
 # Names of output projections in the usual models. Whether they add to the residual stream is checked by numbers.
 OUTPUT_PROJECTIONS = (
     "*o_proj", "*down_proj", "*c_proj", "*out_proj", "*fc2", "*wo", "*w2", "*attention.out", "*mlp.down", "*fc_out",
     "*dense_4h_to_h", "*attention.dense", "*self_attention.dense", "*output.dense",
 )  # fmt: skip
+
+
+@dataclass(eq=False)
+class Stage:
+    """A module of the model, and the arguments that it is called with besides the stream, by batch."""
+
+    name: str
+    module: nn.Module
+    arguments: list[Call]
+
+    def calls(self, streams: Sequence[Tensor]) -> list[Call]:
+        """The calls for the stream of each batch."""
+        return [((stream, *args), kwargs) for stream, (args, kwargs) in zip(streams, self.arguments, strict=True)]
+
+    def holds(self, name: str) -> bool:
+        """Whether a module of this name is inside."""
+        return name.startswith(f"{self.name}.")
+
+
+class Stages(NamedTuple):
+    """Stages of which each has the output of the one before as its stream, and the first one's streams, by batch."""
+
+    chain: list[Stage]
+    streams: list[Tensor]
+
+
+def read_batches(data: Iterable[Any]) -> list[Any]:
+    """The batches of calibration data. Rows of tokens, as datasets of ``transformers`` have them, are padded."""
+    items = [dict(item) if isinstance(item, Mapping) else item for item in data]
+    if not items or not isinstance(items[0], dict) or torch.as_tensor(items[0].get("input_ids", [[]])).dim() != 1:
+        return items
+    tokens = [torch.as_tensor(row["input_ids"]) for row in items]
+    masks = [torch.as_tensor(row.get("attention_mask", [1] * len(row["input_ids"]))) for row in items]
+    columns = {"input_ids": tokens, "attention_mask": masks}
+    return [
+        {name: pad_sequence(rows[first : first + _ROWS], batch_first=True) for name, rows in columns.items()}
+        for first in range(0, len(items), _ROWS)
+    ]
+
+
+def call_of(batch: Any) -> Call:
+    """The arguments of the model for a batch: keywords, positional arguments, or one tensor."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def padding_mask(batch: Any) -> Tensor | None:
+    """(batch, length), True for tokens and False for padding: the ``attention_mask`` of a batch of keywords."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(..., features) -> (rows, features), without padding if there is a row for each element of the mask."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if mask is None or mask.numel() != len(rows) else rows[mask.reshape(-1).to(rows.device)]
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The tensor that a module returns, or the first of several."""
+    while not isinstance(value, Tensor):
+        value = value[0]
+    return value
+
+
+def find_stages(model: nn.Module, names: Sequence[str], batches: Sequence[Any]) -> Stages:
+    """The modules of the ``ModuleList`` that holds most of these linear layers and whose modules run once each, in
+    order, the output of each the stream of the next. Without such a list, there are no stages.
+    """
+    lists = {
+        prefix: sum(name.startswith(f"{prefix}.") for name in names)
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    }
+    for prefix in sorted((prefix for prefix, held in lists.items() if held), key=lists.__getitem__, reverse=True):
+        if (stages := capture_stages(model, prefix, batches)) is not None:
+            return stages
+    return Stages([], [])
+
+
+@torch.no_grad()
+def capture_stages(model: nn.Module, prefix: str, batches: Sequence[Any]) -> Stages | None:
+    """The stages of a list of modules, with the arguments that the model gives them; None if they are not a chain."""
+    modules = enumerate(model.get_submodule(prefix).children())
+    stages = [Stage(f"{prefix}.{index}", module, []) for index, module in modules]
+    streams: list[Tensor] = []
+    seen: list[tuple[Stage, Any, Any, Tensor]] = []
+
+    def record(stage: Stage, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            seen.append((stage, args, kwargs, first_tensor(output)))
+
+    with ExitStack() as hooks:
+        for stage in stages:
+            hooks.enter_context(stage.module.register_forward_hook(partial(record, stage), with_kwargs=True))
+        for args, kwargs in map(call_of, batches):
+            seen.clear()
+            model(*args, **kwargs)
+            in_order = [stage for stage, *_ in seen] == stages
+            if not in_order or not all(torch.equal(a[3], b[1][0]) for a, b in pairwise(seen)):
+                return None
+            streams.append(seen[0][1][0])
+            for stage, given, keywords, _ in seen:
+                stage.arguments.append((given[1:], keywords))
+    return Stages(stages, streams)
+
+
+class _Stop(Exception):
+    """Ends a forward pass once what is needed of it has been seen."""
+
+
+@torch.no_grad()
+def run_stage(
+    module: nn.Module,
+    call: Call,
+    *,
+    inputs_of: dict[str, nn.Module],
+    outputs_of: dict[str, nn.Module],
+    until: str | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Run a stage, or the model, on one batch; the pass may end before the module ``until``. Returns inputs and outputs
+    of these modules by name, in the order of execution, and what the stage returns, or None if the pass ended early.
+    """
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def before(name: str, _: nn.Module, args: Any) -> None:
+        inputs.setdefault(name, args[0])
+        if name == until:
+            raise _Stop
+
+    def after(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = first_tensor(output)
+
+    output = None
+    with suppress(_Stop), ExitStack() as hooks:
+        for name, layer in inputs_of.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before, name)))
+        for name, layer in outputs_of.items():
+            hooks.enter_context(layer.register_forward_hook(partial(after, name)))
+        output = module(*call[0], **call[1])
+    return inputs, outputs, output
+
+
+def stage_outputs(stage: Stage, streams: Sequence[Tensor]) -> list[Tensor]:
+    """The stream after a stage, for each batch."""
+    with torch.no_grad():
+        return [first_tensor(stage.module(*args, **kwargs)) for args, kwargs in stage.calls(streams)]
+
+
+class DenseLayer(NamedTuple):
+    """A dense linear layer: ``weight`` is (out, in), whatever the module stores."""
+
+    name: str
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+
+def find_layers(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> list[DenseLayer]:
+    """The linear layers whose names match a pattern of ``include`` and none of ``exclude``, in the order of the model.
+    ValueError if there are none, or one of them has non-finite weights or shares its weight with another module.
+    """
+    layers: list[DenseLayer] = []
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    for name, module in model.named_modules():
+        if not any(fnmatchcase(name, pattern) for pattern in include):
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in exclude) or (layer := _dense_layer(name, module)) is None:
+            continue
+        if owners[id(module._parameters["weight"])] > 1:
+            raise ValueError(f"{name} shares its weight with another module: exclude it")
+        for tensor in (layer.weight, layer.bias):
+            if tensor is not None and not tensor.isfinite().all():
+                raise ValueError(f"{name} has weights that are not finite")
+        layers.append(layer)
+    if not layers:
+        raise ValueError(f"no linear layer of the model has a name that matches {', '.join(include)}")
+    return layers
+
+
+def _dense_layer(name: str, module: nn.Module) -> DenseLayer | None:
+    linear: Any = module
+    if isinstance(module, PhantomLinear):
+        return None
+    if isinstance(module, nn.Linear | TensorLinear):
+        return DenseLayer(name, module, linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers' GPT-2: (in, out)
+        return DenseLayer(name, module, linear.weight.detach().T, linear.bias.detach())
+    return None
+
+
+def check_division(layers: Sequence[DenseLayer], blocks: int, ghosts: Mapping[str, int] | int) -> None:
+    """Raise ValueError if a layer cannot be split into ``blocks`` blocks with its ghosts, by its name."""
+    for layer in layers:
+        if isinstance(ghosts, Mapping) and layer.name not in ghosts:
+            raise ValueError(f"ghosts has no number for {layer.name}")
+        of_layer = ghosts[layer.name] if isinstance(ghosts, Mapping) else ghosts
+        try:
+            BlockLayout(layer.weight.shape[1], layer.weight.shape[0], blocks, of_layer)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}: {error}") from None
+
+
+def stack_by_blocks(weights: Sequence[Tensor], blocks: int) -> Tensor:
+    """(sum of out, in): block i has the rows of block i of every weight (out, in)."""
+    return torch.cat([w.reshape(blocks, -1, w.shape[1]) for w in weights], 1).flatten(0, 1)
+
+
+def unstack_blocks(stacked: Tensor, sizes: Sequence[int], blocks: int) -> list[Tensor]:
+    """The inverse of `stack_by_blocks` for weights of ``sizes`` rows."""
+    parts = stacked.view(blocks, sum(sizes) // blocks, -1).split([size // blocks for size in sizes], 1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def output_importance(
+    model: nn.Module, layers: Sequence[DenseLayer], batches: Sequence[Any], loss: Loss
+) -> dict[str, Tensor]:
+    """The mean square of the gradient of ``loss`` with respect to each output of each layer, by name, in float64. Each
+    batch counts alike; padding does not count. ValueError if a gradient is not finite, or a layer has none.
+    """
+    sums = {layer.name: torch.zeros(len(layer.weight), dtype=torch.float64) for layer in layers}
+    mask: Tensor | None = None
+    sources: list[Tensor] = []  # outputs of the first layers, where gradients end: those of weights are not computed
+
+    def add(name: str, gradient: Tensor) -> None:
+        rows = rows_of(gradient.detach(), mask)
+        sums[name] += rows.double().square().mean(0).cpu() * len(rows) ** 2  # of a row's own loss
+
+    def watch(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if not tensor.requires_grad:
+            sources.append(tensor.requires_grad_())
+        tensor.register_hook(partial(add, name))
+
+    parameters = [(p, p.requires_grad) for p in model.parameters()]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.module.register_forward_hook(partial(watch, layer.name)).remove)
+        for parameter, trained in parameters:
+            stack.callback(parameter.requires_grad_, trained)
+            parameter.requires_grad_(False)
+        for batch in batches:
+            mask = padding_mask(batch)
+            sources.clear()
+            with torch.enable_grad():
+                torch.autograd.grad(loss(model, batch), sources, allow_unused=True)
+    for name, total in sums.items():
+        total /= max(1, len(batches))
+        if not total.isfinite().all() or not total.any():
+            raise ValueError(f"the loss has no finite gradient with respect to {name} on the calibration data")
+        total.clamp_min_(_IMPORTANCE_FLOOR * float(total.mean()))
+    return sums
 
 
 @dataclass(frozen=True)
@@ -204,7 +456,7 @@ class GhostCurve:
 def ghosts_for_budget(curves: Mapping[str, GhostCurve], blocks: int, budget: float) -> dict[str, int]:
     """Ghosts of each group of layers, so that all of them together keep at most ``budget`` of the multiply-adds. They
     are multiples of 4, where blocks are large enough. Layers get ghosts while the fall of the error per
-    multiply-add, which falls from ghost to ghost, is above a threshold common to all, which is found by bisection.
+    multiply-add, which falls from ghost to ghost, is above the lowest threshold common to all that keeps to the budget.
     """
     dense = sum(curve.in_features * curve.out_features for curve in curves.values())
     rates = {name: curve.gains / (curve.cost(blocks, 2) - curve.cost(blocks, 1)) for name, curve in curves.items()}
@@ -223,17 +475,10 @@ def ghosts_for_budget(curves: Mapping[str, GhostCurve], blocks: int, budget: flo
 
     least = share(ghosts_at(float("inf")))
     if least > budget:
-        raise BudgetTooSmall(
-            f"blocks={blocks} and the fewest ghosts keep {least:.1%} of the multiply-adds already, got a budget of "
-            f"{budget:.1%}: use a larger budget, or more blocks"
-        )
-    low, high = 0.0, float(torch.cat(list(rates.values())).max()) * 2 + 1e-300
-    if share(ghosts_at(low)) <= budget:
-        return ghosts_at(low)
-    for _ in range(60):
-        middle = (low * high) ** 0.5 if low > 0 else high / 1e12
-        low, high = (low, middle) if share(ghosts_at(middle)) <= budget else (middle, high)
-    return ghosts_at(high)
+        kept = f"blocks={blocks} and the fewest ghosts keep {least:.1%} of the multiply-adds, budget is {budget:.1%}"
+        raise BudgetTooSmall(f"{kept}: use a larger budget, or more blocks")
+    thresholds = [0.0, *torch.cat(list(rates.values())).unique().tolist()]
+    return ghosts_at(thresholds[bisect_left(thresholds, -budget, key=lambda threshold: -share(ghosts_at(threshold)))])
 
 
 Progress = Callable[[str, float], None]
@@ -379,8 +624,7 @@ def next_token_loss(model: Any, batch: Any) -> Tensor:
     labels, mask = inputs["input_ids"], padding_mask(batch)
     if mask is not None:
         labels = labels.masked_fill(~mask, -100)
-    loss: Tensor = model(**inputs | {"labels": labels}).loss
-    return loss
+    return model(**inputs | {"labels": labels}).loss
 
 
 @contextmanager
@@ -427,12 +671,15 @@ class _Conversion:
     def run(self, ghosts: int | Mapping[str, int] | None, budget: float | None) -> ConversionReport:
         """Convert the model with these ghosts, or with those of a budget."""
         chain, streams = self.stages
-        before, after = (self._dense_pass("", self.model, self.calls, names) for names in self._outside_by_order())
+        before, after = (
+            self._dense_pass("", self.model, self.calls, names) if names else None for names in self._outside_by_order()
+        )
         outside = [dense for dense in (before, after) if dense is not None]
         parts = len(chain) + len(outside)
         gradients, measuring = _GRADIENTS * parts * bool(self.loss), _MEASURING * parts * bool(budget)
         self.work = gradients + measuring + _CONVERTING * parts
-        self.importance = self._importance(gradients)
+        if self.loss is not None:
+            self.importance, _ = self._stored("importance", gradients, partial(self._measure_importance, self.loss))
         if budget is not None:
             ghosts = self._divide(budget, measuring, outside)
         assert ghosts is not None
@@ -446,7 +693,6 @@ class _Conversion:
         converted_streams = stages.streams
         for stage, converted in zip(chain, stages.chain, strict=True):
             dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
-            assert dense is not None
             convert_part(stage.name, stage.module, converted.calls(converted_streams), dense)
             streams, converted_streams = dense.streams_after(), stage_outputs(converted, converted_streams)
         convert_part("layers after the stages", self.model, self.calls, after)
@@ -466,15 +712,12 @@ class _Conversion:
     @torch.no_grad()
     def _dense_pass(
         self, stage: str, module: nn.Module, calls: Sequence[Call], names: Sequence[str] | None = None
-    ) -> DensePass | None:
-        """Run a dense stage, or the complete model ("") for these layers outside the stages, if there are any, on all
-        batches, and keep the inputs of its layers.
+    ) -> DensePass:
+        """Run a dense stage, or the complete model ("") for these layers outside the stages, on all batches, and keep
+        the inputs of its layers.
         """
-        if names is None:
-            names = [name for name in self.names if name.startswith(f"{stage}.")]
-        elif not names:
-            return None
-        layers = [layer for layer in self.layers if layer.name in names]
+        own = [name for name in self.names if name.startswith(f"{stage}.")] if names is None else names
+        layers = [layer for layer in self.layers if layer.name in own]
         modules = {layer.name: layer.module for layer in layers}
         writing = {
             f"{stage}.{local}": projection
@@ -500,24 +743,15 @@ class _Conversion:
         for group in result.groups:
             count, needed = sum(map(len, result.inputs[group[0].name])), group[0].weight.shape[1]
             if count < needed:
-                raise ValueError(
-                    f"the calibration data have {count} rows, too few for the {needed} features of {group[0].name}: "
-                    f"give at least {needed}, and better {10 * needed}, or exclude that layer"
-                )
+                more = f"give at least {needed}, and better {10 * needed}, or exclude that layer"
+                raise ValueError(f"the calibration data have {count} rows, too few for {group[0].name}: {more}")
             self.rows = max(self.rows, count)
         return result
 
-    def _importance(self, work: float) -> Importance:
-        """Importance of the outputs of all layers; None without a loss."""
-        loss = self.loss
-        if loss is None:
-            return None
-
-        def compute() -> Stored:
-            self.progress("measuring gradients", 0.0)
-            return output_importance(self.model, self.layers, self.batches[:_IMPORTANCE_BATCHES], loss), None
-
-        return self._stored("importance", work, compute)[0]
+    def _measure_importance(self, loss: Loss) -> Stored:
+        """Importance of the outputs of all layers."""
+        self.progress("measuring gradients", 0.0)
+        return output_importance(self.model, self.layers, self.batches[:_IMPORTANCE_BATCHES], loss), None
 
     def _divide(self, budget: float, work: float, outside: list[DensePass]) -> dict[str, int]:
         """The ghosts of each layer for a budget, from the dense model's own inputs."""
@@ -564,7 +798,6 @@ class _Conversion:
         chain, streams = self.stages
         for stage in chain:
             dense = self._dense_pass(stage.name, stage.module, stage.calls(streams))
-            assert dense is not None
             if dense.groups:
                 yield dense
             streams = dense.streams_after()
@@ -645,11 +878,10 @@ class _Conversion:
         biases = [layer.bias for layer in group if layer.bias is not None]
         bias = torch.cat(biases) if len(biases) == len(group) else None
         halves: list[list[Any]] = [[0.0] * 7, [0.0] * 7]
-        writing = {name: self.model.get_submodule(name) for name in dense.projections} if corrected else {}
+        watched: dict[str, Any] = {"inputs_of": {first: group[0].module}, "until": first}
+        watched["outputs_of"] = {name: self.model.get_submodule(name) for name in dense.projections if corrected}
         for batch, call in enumerate(calls):
-            inputs, written, _ = run_stage(
-                module, call, inputs_of={first: group[0].module}, outputs_of=writing, until=first
-            )
+            inputs, written, _ = run_stage(module, call, **watched)
             x, own = dense.inputs[first][batch], rows_of(inputs[first], dense.masks[batch])
             y = nn.functional.linear(x, weight, bias)
             residual = nn.functional.linear(x - own, weight)
@@ -659,9 +891,7 @@ class _Conversion:
                     lost = lost + dense.projections[name][batch] - value
                 residual = residual + rows_of(lost, dense.masks[batch])
             weights = dense.row_weights(first, batch) if importance is not None else None
-            roots = (
-                torch.ones(len(x), 1, dtype=torch.float64) if weights is None else weights.double().sqrt().unsqueeze(1)
-            )
+            roots = (torch.ones(len(x)) if weights is None else weights).double().sqrt().unsqueeze(1)
             own, residual, y = roots * own.double(), roots * residual.double(), roots * y.double()
             for half, cut in enumerate((slice(None, len(x) // 2), slice(len(x) // 2, None))):
                 o, r, w = own[cut], residual[cut], roots[cut]
@@ -671,16 +901,12 @@ class _Conversion:
         sums = [a + b for a, b in zip(*halves, strict=True)]
         s, cross, mean_x, mean_r, power, square = (total / (sums[-1] or 1.0) for total in sums[:-1])
         if not (s.isfinite().all() and cross.isfinite().all()):
-            raise ValueError(
-                f"the covariance of the inputs of {first} on the calibration data is not finite: use data of the kind "
-                "that the model was trained on"
-            )
+            raise ValueError(f"the covariance of the inputs of {first} on the calibration data is not finite")
         if bias is not None:
             s, cross = s - torch.outer(mean_x, mean_x), cross - torch.outer(mean_r, mean_x)
             square -= float(mean_r.square().sum())
-        return _Moments(
-            s, cross, mean_x, mean_r, power, square, _best_ridge(halves, importance, centred=bias is not None)
-        )
+        ridge = _best_ridge(halves, importance, centred=bias is not None)
+        return _Moments(s, cross, mean_x, mean_r, power, square, ridge)
 
     def _stored(self, name: str, work: float, compute: Callable[[], Stored], *settings: Any) -> Stored:
         """What ``compute`` returns, or what it returned in an earlier conversion: parts are stored in the folder, under

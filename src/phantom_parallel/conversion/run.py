@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from torch import nn
 
 from phantom_parallel.checkpoint.model import CONFIG, family_of, load_model, read_config, save_model
@@ -20,8 +21,8 @@ from phantom_parallel.infer.predict import check_folder
 from phantom_parallel.nn.fit import STEPS
 from phantom_parallel.train import Summary, TrainConfig, run
 from phantom_parallel.utils.files import check_replaceable, remove_scratch, write_json
-from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.settings import PositiveFloat, PositiveInt, validate
 
 REPORT = "conversion.json"
 _SEARCH_STEPS = 5  # conversions of a search for a budget
@@ -38,17 +39,17 @@ class ConvertConfig:
     inputs."""
     out: Path
     """New folder of the phantom model."""
-    blocks: int
+    blocks: PositiveInt
     """Blocks of the phantom model; it runs on any number of ranks that divides them."""
-    ghosts: int | None = None
+    ghosts: PositiveInt | None = None
     """Ghosts of every linear layer; or"""
-    budget: float | None = None
+    budget: Annotated[float, Meta(gt=0, lt=1, description="a share between 0 and 1")] | None = None
     """the share of the linear layers' multiply-adds to keep, by which every layer gets its own ghosts; or"""
-    max_loss: float | None = None
+    max_loss: PositiveFloat | None = None
     """how much the held-out loss may rise, for which the smallest budget is searched by bisection."""
-    rows: int = 65536
+    rows: PositiveInt = 65536
     """Rows of calibration data to use, at most; tokens, for a transformer. The time grows with them."""
-    length: int = 256
+    length: PositiveInt = 256
     """Tokens of a sequence, for a transformer."""
     steps: int = STEPS
     """Alternating steps of each fit, at most."""
@@ -56,16 +57,10 @@ class ConvertConfig:
     """Replace --out if it exists."""
 
     def __post_init__(self) -> None:
-        positive(blocks=self.blocks, rows=self.rows, length=self.length)
+        validate(self)
         given = [name for name in ("ghosts", "budget", "max_loss") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of ghosts, budget and max_loss, got {' and '.join(given) or 'none'}")
-        if self.ghosts is not None:
-            positive(ghosts=self.ghosts)
-        if self.budget is not None and not 0 < self.budget < 1:
-            raise ValueError(f"a budget must be a share of the multiply-adds between 0 and 1, got {self.budget}")
-        if self.max_loss is not None and not 0 < self.max_loss < float("inf"):
-            raise ValueError(f"max_loss must be a positive number, got {self.max_loss}")
 
 
 _Trial = tuple[ConversionReport, nn.Module, float]  # of a copy of the model, with its held-out loss
@@ -182,5 +177,4 @@ def heal(
 
 def heal_config(model: Path) -> type[TrainConfig]:
     """Class of the settings that heal the model in a folder."""
-    config: type[TrainConfig] = get_family(family_of(check_folder(model))).require("heal_config")
-    return config
+    return get_family(family_of(check_folder(model))).require("heal_config")
