@@ -93,8 +93,7 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.queries_per_kv = layer, head_dim, queries_per_kv
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        z: Tensor = self.out(self.mix(self.qkv(x), cos, sin, cache))
-        return z
+        return self.out(self.mix(self.qkv(x), cos, sin, cache))
 
     def mix(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         """What lies between the two projections: (batch, t, features) each."""

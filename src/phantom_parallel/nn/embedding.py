@@ -67,7 +67,7 @@ class FeatureEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """RMSNorm and the map to logits, sharded by vocabulary: this rank's features in, this rank's logits out.
+    """RMSNorm and the projection to logits, sharded by vocabulary: this rank's features in, this rank's logits out.
 
     Forward all-gathers the features together with the norm's squares; backward reduce-scatters their gradient. Where
     that moves fewer bytes, logits for a loss can be computed by rows instead: see `send_weight`. The loss of such
@@ -135,7 +135,7 @@ class VocabularyHead(nn.Module):
         return vocabulary_logits(x, norm, rows, eps=self.eps, group=self.group)
 
     def begin(self, x: Tensor) -> Begun:
-        """Start ``forward`` with a weight in flight: features travel until `end`."""
+        """Start ``forward`` with a weight in flight: features are in flight until `end`."""
         check_features(self, x, self.dim, self.group)
         return begin_rows(x, to_local(self.norm), group=require_flat(self.group))
 
@@ -144,7 +144,7 @@ class VocabularyHead(nn.Module):
         return end_rows(begun, whole, eps=self.eps, group=self.group)
 
     def send_weight(self, rows: int, tied: Tensor | None = None, parts: int = 1) -> PrefetchedWeight | None:
-        """Start to send the weight, or that of a ``tied`` embedding, to all ranks, for a loss of so many rows in equal
+        """Start to send the weight, or that of a ``tied`` embedding, to all ranks, for a loss of ``rows`` rows in equal
         ``parts``, if that then moves fewer bytes; otherwise None. ``forward`` takes it, and
         ``phantom_parallel.ops.row_cross_entropy`` is the loss of what that returns.
         """

@@ -23,6 +23,7 @@ from phantom_parallel.nn.sharded import (
 from phantom_parallel.ops import phantom_linear, tensor_linear
 from phantom_parallel.ops.collectives import block_group, flat_mesh, rank_group, require_flat
 from phantom_parallel.ops.linear import Begun, begin_phantom, end_phantom
+from phantom_parallel.ops.lowrank import begin_low_rank, end_low_rank
 from phantom_parallel.utils.layout import BlockLayout, RowLayout
 from phantom_parallel.utils.strategies import WireFormat
 
@@ -46,7 +47,7 @@ class PhantomLinear(FeatureSharded):
         mesh: One-dimensional device mesh to shard the blocks over; or, for several ranks in each block, one with the
             dimensions ``("blocks", "inside")``.
         gain: Gain of the activation before this layer, as from ``nn.init.calculate_gain``.
-        wire: Format in which ghosts and their gradients travel between ranks: ``"full"``, the dtype of the products,
+        wire: Format in which ghosts and their gradients are sent between ranks: ``"full"``, the dtype of the products,
             ``"bf16"``, or ``"int8"`` with one scale per row. Products and sums stay in their dtype.
         device, dtype: As for ``nn.Linear``; on the meta device call ``reset_parameters`` after ``to_empty``.
 
@@ -106,7 +107,7 @@ class PhantomLinear(FeatureSharded):
         return phantom_linear(x, *weights, norm=norm, eps=eps, blocks=self.blocks, group=self.group)
 
     def begin(self, x: Tensor, norm: Tensor | None = None) -> Begun:
-        """Start `after_norm`: its ghosts travel until `end`. On one level of ranks only, and uncompiled."""
+        """Start `after_norm`: its ghosts are in flight until `end`. On one level of ranks only, and uncompiled."""
         self._check_input(x)
         weights, group = (to_local(self.local), to_local(self.compress)), require_flat(self.group)
         return begin_phantom(x, norm, *weights, blocks=self.blocks, group=group)
@@ -259,7 +260,7 @@ class NormedPhantomLinear(nn.Module):
         self.norm = shard_parameter(ones, self.linear.mesh)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Initialize the map as `PhantomLinear` does, and set the norm's weight to one."""
+        """Initialize the linear layer as `PhantomLinear` does, and set the norm's weight to one."""
         nn.init.ones_(to_local(self.norm.detach()))
         self.linear.reset_parameters(seed)
 
@@ -345,16 +346,70 @@ class TensorLinear(FeatureSharded):
         return f"{shape}{self._rank_repr()}; exchanges full activations"
 
 
+class LowRankLinear(TensorLinear):
+    """z = U V x + b with a matrix U V of rank ``low_rank``: on a mesh, ranks exchange only the values in between. The
+    other arguments are those of `TensorLinear`.
+    """
+
+    down: nn.Parameter
+    up: nn.Parameter
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, low_rank: int, **kwargs: Any) -> None:
+        self.low_rank = low_rank  # the weights are made next
+        super().__init__(in_features, out_features, bias, **kwargs)
+
+    def _make_weights(self, **kwargs: Any) -> None:
+        self.down = self._empty(self.in_features, self.low_rank, **kwargs)
+        self.up = self._empty(self.out_features, self.low_rank, **kwargs)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Initialize the weights, identically on any number of ranks, so that the output keeps the mean square."""
+        where, seed = {"rank": self.group.rank, "ranks": self.group.size}, broadcast_seed(seed, self.mesh)
+        gain = (self.low_rank / self.in_features) ** 0.5  # variance 1 / in_features, and not 1 / low_rank
+        init_rows(to_local(self.down), None, out_features=self.in_features, **where, seed=seed, gain=gain)
+        up, bias = to_local(self.up), self._local_bias()
+        init_rows(up, bias, out_features=self.out_features, **where, seed=seed + 1, gain=self.gain)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.begin(x))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_norm(self, x: Tensor, norm: Tensor | None, eps: float | None) -> Tensor:
+        """``forward`` of the features x after an RMSNorm with these local weights, if given."""
+        return self.end(self.begin(x, norm), eps)
+
+    def begin(self, x: Tensor, norm: Tensor | None = None) -> Begun:
+        """Start `after_norm`: its exchange is in flight until `end`. Uncompiled only."""
+        self._check_input(x)
+        return begin_low_rank(x, norm, to_local(self.down), group=self.group)
+
+    def end(self, begun: Begun, eps: float | None = None) -> Tensor:
+        """The result of what `begin` has begun."""
+        return end_low_rank(begun, to_local(self.up), self._local_bias(), eps=eps, group=self.group)
+
+    def _full_weight(self) -> Tensor:
+        return full_tensor(self.up) @ full_tensor(self.down).t()
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, rank {self.low_rank}{self._rank_repr()}"
+
+
+class NormedLowRankLinear(NormedPhantomLinear):
+    """RMSNorm over all features, then a `LowRankLinear`, with one exchange for both."""
+
+    kind: ClassVar[Any] = LowRankLinear
+
+
 class NormedLinear(nn.Module):
-    """RMSNorm, then a linear map, on all features; torch's own parallel styles may have sharded ``linear``."""
+    """RMSNorm, then a linear layer, on all features; torch's own parallel styles may have sharded ``linear``."""
 
     def __init__(self, norm: nn.Parameter, linear: nn.Module, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm, self.linear, self.eps = norm, linear, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.linear(rms_norm(x, self.norm, self.eps))
-        return z
+        return self.linear(rms_norm(x, self.norm, self.eps))
 
     def begin(self, x: Tensor) -> Any:
         """Start `forward`, or run it where ``linear`` has no parts."""

@@ -18,7 +18,7 @@ from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.families.ffn.config import FFNConfig
 from phantom_parallel.nn import PhantomLinear, TensorLinear
 from phantom_parallel.nn.init import init_rows
-from phantom_parallel.nn.lowrank import LowRankLinear
+from phantom_parallel.nn.linear import LowRankLinear
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, full_tensor, to_local
 from phantom_parallel.ops.collectives import flat_mesh, rank_group
@@ -68,7 +68,6 @@ class FFN(nn.Module):
         super().__init__()
         flat = flat_mesh(mesh)
         strategy, ranks = get_strategy(config.strategy), rank_group(flat)
-        strategy.check_ranks(ranks.size)
         strategy.check_wire(wire)
         self.config, self.mesh, self.wire = config, flat, wire
         self.stages = flat if strategy.splits_depth else None
@@ -77,8 +76,7 @@ class FFN(nn.Module):
         self.stage = stage_layers(config.depth, ranks.size, ranks.rank) if strategy.splits_depth else whole
         settings = {"wire": wire, "dtype": str(dtype or torch.get_default_dtype())}
         check_agreement("an FFN", asdict(config) | settings, flat)
-        if not strategy.shards_features:  # the layers of the others check for themselves
-            config.check_ranks(ranks.size)
+        config.check_ranks(ranks.size)
         self.layers = nn.ModuleList()
         for index in whole:
             sizes, held = config.features_of(index), index in self.stage

@@ -24,23 +24,14 @@ from phantom_parallel.distributed.data_parallel import shard_fully
 from phantom_parallel.distributed.objects import check_agreement
 from phantom_parallel.distributed.pipeline import relay
 from phantom_parallel.families.gpt.config import GPTConfig, RopeScaling, check_interleave
+from phantom_parallel.nn import FeatureEmbedding, NormedPhantomLinear, PhantomLinear, VocabularyHead
 from phantom_parallel.nn.attention import Attention, Cache, attend, rotary_tables
-from phantom_parallel.nn.embedding import FeatureEmbedding, VocabularyHead
 from phantom_parallel.nn.init import draw_seed, init_rows
-from phantom_parallel.nn.linear import NormedLinear, NormedPhantomLinear, PhantomLinear, rms_norm
-from phantom_parallel.nn.lowrank import LowRankLinear, NormedLowRankLinear
+from phantom_parallel.nn.linear import LowRankLinear, NormedLinear, NormedLowRankLinear, rms_norm
 from phantom_parallel.nn.megatron import column_style, row_style
 from phantom_parallel.nn.sharded import broadcast_seed, to_local
-from phantom_parallel.ops import gather_features, row_cross_entropy, vocabulary_cross_entropy
-from phantom_parallel.ops.collectives import (
-    SINGLE_RANK,
-    STAGES,
-    RankGroup,
-    block_group,
-    flat_mesh,
-    rank_group,
-    stage_meshes,
-)
+from phantom_parallel.ops import SINGLE_RANK, RankGroup, gather_features, row_cross_entropy, vocabulary_cross_entropy
+from phantom_parallel.ops.collectives import STAGES, block_group, flat_mesh, rank_group, stage_meshes
 from phantom_parallel.ops.head import PrefetchedWeight
 from phantom_parallel.ops.tensor import column_linear
 from phantom_parallel.utils.layout import positive, stage_layers
@@ -50,7 +41,7 @@ from phantom_parallel.utils.strategies import WireFormat, get_strategy
 # compute up to the same place. Gradients follow in the opposite order, by autograd's own rule: of what is ready, it
 # runs the backward of what ran last.
 Part = Generator[None, None, Tensor]
-# A part of a layer: the map from the stream, what is computed in between of its result, and the map back.
+# A part of a layer: the input projection, what is computed of its result, and the output projection.
 Sublayer = tuple[nn.Module, Callable[..., Tensor], nn.Module]
 
 
@@ -82,8 +73,7 @@ class SwiGLU(nn.Module):
         self.gate_up, self.down, self.width = gate_up, down, width
 
     def forward(self, x: Tensor) -> Tensor:
-        z: Tensor = self.down(self.gated(self.gate_up(x)))
-        return z
+        return self.down(self.gated(self.gate_up(x)))
 
     def gated(self, projected: Tensor, *_: object) -> Tensor:
         """What lies between the two linear layers."""
@@ -100,8 +90,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.attention(x, cos, sin, cache)
-        z: Tensor = x + self.mlp(x)
-        return z
+        return x + self.mlp(x)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -146,8 +135,7 @@ class ParallelLayer(nn.Module):
         self.piece = self.attention_width + 2 * width
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        z: Tensor = x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
-        return z
+        return x + self.out_down(self._mix(self.qkv_gate_up(x), cos, sin, cache))
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -326,7 +314,7 @@ class GPT(nn.Module):
     has four collectives forward and four backward, which carry ghosts. ``megatron`` replicates the stream and shards
     the linear layers with torch's own column and row styles, with two all-reduces of the stream per layer each way.
     ``lowrank`` shards the stream as phantom does, and its four collectives sum the values between two thin matrices.
-    With ``parallel_block``, a layer has half as many; with ``ladder``, they travel while the next sublayer computes.
+    With ``parallel_block``, a layer has half as many; with ``ladder``, they overlap with the next sublayer.
     Tokens, losses and logits are replicated.
 
     ``fsdp`` shards the weights of the dense model by torch's ``fully_shard``, and each rank works on sequences of its
@@ -392,14 +380,10 @@ class GPT(nn.Module):
         parts.held = self.is_first_stage or (config.tie_embeddings and self.is_last_stage)
         std = config.dim**-0.5 if config.tie_embeddings else 1.0  # a shared weight must not lead to large logits
         self.embedding = _or_identity(parts.embedding(std), parts.held)
-        self.layers = nn.ModuleList()
+        self.layers, queries_per_kv = nn.ModuleList(), config.queries_per_kv
         for index, (qkv, out, gate_up, down) in enumerate(config.ghosts_of_layers):
             parts.held, sizes = index in self.stage, config.linear_features
-            heads = {
-                "layer": index - self.stage.start,
-                "head_dim": config.head_dim,
-                "queries_per_kv": config.queries_per_kv,
-            }
+            heads = {"layer": index - self.stage.start, "head_dim": config.head_dim, "queries_per_kv": queries_per_kv}
             layer: nn.Module
             if config.parallel_block:
                 into, back = parts.normed(sizes[0], qkv), parts.linear(sizes[1], out, 2**0.5 * to_stream)
@@ -450,8 +434,7 @@ class GPT(nn.Module):
         """The mean cross-entropy of the targets over all positions of (batch, t) tokens, the same on every rank of the
         mesh. No rank holds all logits.
         """
-        loss: Tensor = self(tokens, targets)
-        return loss
+        return self(tokens, targets)
 
     def logits(self, tokens: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
         """Logits over the full vocabulary, (batch, t, vocab), or with ``last`` those of the last position, (batch, 1,
@@ -460,8 +443,7 @@ class GPT(nn.Module):
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             if self.stages is None:
-                logits: Tensor = self(tokens, cache=cache, last=last)
-                return logits
+                return self(tokens, cache=cache, last=last)
             stream = torch.empty(*tokens.shape, self.stream_features, dtype=self._like.dtype, device=self._like.device)
             x = tokens if self.is_first_stage else stream
             return relay(lambda x: self(x, cache=cache, last=last), x, self.stages)
@@ -554,8 +536,8 @@ class GPT(nn.Module):
 
     def _in_parts(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Part:
         """The layers, with other parts of the batch in turn. In a ladder x_i = x_(i-1) + f_i(x_(i-2)): the exchange of
-        a map back travels while the next map from the stream is computed, whose own begins before what lies between
-        the two maps. Backward has the opposite order, and as much travels meanwhile.
+        an output projection overlaps with the input projection after it, whose own begins before what lies between
+        the two. Backward has the opposite order, with the same overlap.
         """
         sublayers = [each for layer in self.layers for each in cast(Layer, layer).sublayers]
         if not self.config.ladder:
@@ -589,8 +571,7 @@ class GPT(nn.Module):
 
     def local_logits(self, x: Tensor) -> Tensor:
         """This rank's logits (batch, t, V / R) of the stream after the last layer."""
-        logits: Tensor = self.head(x, self._tied_rows())
-        return logits
+        return self.head(x, self._tied_rows())
 
     def _tied_rows(self) -> Tensor | None:
         tied = self.config.tie_embeddings and self.is_last_stage
@@ -612,10 +593,8 @@ class GPT(nn.Module):
             raise ValueError(f"tokens must be (batch, positions), got shape {tuple(tokens.shape)}")
         if tokens.device != self._like.device:  # tokens on the meta device would give uninitialized memory
             raise ValueError(f"the input is on {tokens.device} and the model on {self._like.device}: move one of them")
-        if before + tokens.shape[1] > self.config.context:
-            raise ValueError(
-                f"{before + tokens.shape[1]} positions are more than the model's context of {self.config.context}"
-            )
+        if (positions := before + tokens.shape[1]) > (context := self.config.context):
+            raise ValueError(f"{positions} positions are more than the model's context of {context}")
         if targets is not None and targets.shape != tokens.shape[:2]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for tokens of shape {tuple(tokens.shape)}")
         if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor) or tokens.device.type != "cpu":
