@@ -1,6 +1,7 @@
 """``phantom dryrun``: what one rank of many would compute, send and keep, from the real model code without data."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter, methodcaller
 from typing import Any, Literal
@@ -146,7 +147,10 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
     defaults = chosen.shape.example | sizes
     if sizes:  # as many ranks as its heads allow, with a block each
         config = ModelSizes(family, sizes).config
-        defaults["ranks"] = next(ranks for ranks in range(DryRunOptions.ranks, 0, -1) if _fits(config, ranks))
+        for ranks in range(1, DryRunOptions.ranks + 1):
+            with suppress(ValueError):
+                config.check_ranks(ranks)
+                defaults["ranks"] = ranks
         if options.value_of("--strategy", arguments) in (None, "phantom"):
             defaults["blocks"] = defaults["ranks"]
         strategy = get_strategy(options.value_of("--strategy", arguments) or strategies[0])
@@ -155,14 +159,6 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[DryRunOp
             defaults["batch"] = 1
         defaults |= {"context": min(sizes["context"], MAX_CONTEXT)} if "context" in sizes else {}
     return options.with_sizes(DryRunOptions, family, "dryrun", sizes, **choices), defaults
-
-
-def _fits(config: Any, ranks: int) -> bool:
-    try:
-        config.check_ranks(ranks)
-    except ValueError:
-        return False
-    return True
 
 
 def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Table:
@@ -186,10 +182,8 @@ def message_table(profiles: Mapping[str, Sequence[Messages]], title: str) -> Tab
 
 def _require_agreement(result: DryRun) -> None:
     if result.differences:
-        raise ValueError(
-            f"formulas and code differ in {len(result.differences)} terms, which is a defect of this package: "
-            f"{result.differences[0]}"
-        )
+        count, first = len(result.differences), result.differences[0]
+        raise ValueError(f"formulas and code differ in {count} terms, which is a defect of this package: {first}")
 
 
 def _show(result: DryRun, title: str, modelled: Mapping[str, Any]) -> None:

@@ -70,7 +70,10 @@ class InferencePass:
         self.forward()
 
 
-def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") -> TrainingStep | InferencePass:
+Step = TrainingStep | InferencePass
+
+
+def build_step(shape: Shape, mesh: DeviceMesh | None, *, device: str = "cpu") -> Step:
     """Build the model of a shape on this rank of ``mesh``, with random data; ``device`` may be ``FAKE`` within a
     ``FakeTensorMode``, for models that do not run on the meta device.
     """
@@ -149,20 +152,18 @@ def dry_run(shape: Shape) -> DryRun:
     return DryRun(shape, ledger, memory, wrong, time.perf_counter() - started)
 
 
-def count_step(
-    step: TrainingStep | InferencePass, shape: Shape, copies: DeviceMesh | None = None
-) -> tuple[Ledger, Memory]:
+def count_step(step: Step, shape: Shape, copies: DeviceMesh | None = None) -> tuple[Ledger, Memory]:
     """Run a step, on any device, and count this rank's operations and the memory that lasts through it.
 
     The optimizer's state is that of the formulas; and so are the activations of FSDP2 and of pipelines, which are
     estimates: gathered weights and buffers between stages come and go as torch schedules them. Gradients are averaged
     over the mesh of data-parallel ``copies``.
     """
-    parameters = sum(_bytes(p) for p in step.model.parameters())
+    parameters = sum(_local(p).nbytes for p in step.model.parameters())
     if isinstance(step, InferencePass):
         with torch.no_grad(), Ledger() as ledger:  # not inference mode: see `Ledger`
             held = step.forward()
-        return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(map(_bytes, held)))
+        return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(_local(t).nbytes for t in held))
     memory = shape.memory
     with Ledger() as ledger:
         if shape.splits_work:
@@ -172,7 +173,7 @@ def count_step(
         with ledger.phase("sync"):
             step.finish()
             average_gradients(step.model, copies)
-    gradients = sum(_bytes(p.grad) for p in step.model.parameters() if p.grad is not None)
+    gradients = sum(_local(p.grad).nbytes for p in step.model.parameters() if p.grad is not None)
     return ledger, replace(memory, parameters=parameters, gradients=gradients)
 
 
@@ -231,9 +232,9 @@ class _Attention(torch.autograd.Function):
         return *backward(d, *ctx.saved_tensors, 0.0, ctx.causal), None
 
 
-def _bytes(tensor: Tensor) -> int:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.numel() * part.element_size()
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
@@ -251,8 +252,14 @@ def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN"
         predicted[key] += amount
         terms.setdefault(key, []).append(term)
 
-    def module_of(name: str) -> str:  # interleaved parts and those of a ladder run outside modules
-        return "the model" if shape.interleave > 1 or getattr(shape.model, "ladder", False) else _part_of(name, parts)
+    def module_of(module: str) -> str:
+        """The part that a module is, or is within; a module in no part is left as it is."""
+        if shape.interleave > 1 or getattr(shape.model, "ladder", False):
+            return "the model"  # interleaved parts and those of a ladder run outside modules
+        name = module
+        while name and name not in parts:
+            name = name.rpartition(".")[0]
+        return name or module
 
     for layer in shape.costs:
         module = module_of(f"{root}.{layer.name}")
@@ -289,14 +296,6 @@ def _product_key(p: Product | ProductEntry, module: str) -> Key:
     return "product", p.phase, module, p.batch, p.inner, min(p.rows, p.columns), max(p.rows, p.columns)
 
 
-def _part_of(module: str, parts: set[str]) -> str:
-    """The part that a module is, or is within; a module in no part is left as it is."""
-    name = module
-    while name and name not in parts:
-        name = name.rpartition(".")[0]
-    return name or module
-
-
 def saved_activation_bytes(step: TrainingStep) -> int:
     """Run both passes of a step, and return the bytes that autograd has saved for backward after forward.
 
@@ -318,10 +317,10 @@ def saved_activation_bytes(step: TrainingStep) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             loss = step.loss()
     held = [entry for reference in alive if (entry := reference()) is not None]
-    storages = [_storage_of(entry.tensor if isinstance(entry, _Saved) else entry) for entry in held]
-    weights = [_storage_of(weight) for weight in (*step.model.parameters(), *step.constants)]
+    storages = [_local(each.tensor if isinstance(each, _Saved) else each).untyped_storage() for each in held]
+    weights = {_local(each).untyped_storage()._cdata for each in (*step.model.parameters(), *step.constants)}
     sizes = {storage._cdata: storage.nbytes() for storage in storages}
-    total = sum(size for key, size in sizes.items() if key not in {storage._cdata for storage in weights})
+    total = sum(size for key, size in sizes.items() if key not in weights)
     del held
     loss.backward()
     return total
@@ -334,11 +333,6 @@ class _Saved:
         self.tensor = tensor
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory that a tensor lies in, of a DTensor this rank's."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
 PHASES = ("prefill", "decode", "forward", "backward", "sync")
 
 
@@ -346,7 +340,7 @@ PHASES = ("prefill", "decode", "forward", "backward", "sync")
 class Messages:
     """All messages of one operation and size in one phase, on one rank.
 
-    ``message_bytes`` is what the rank hands in each time, ``sent_bytes`` what it must send for all of them (see
+    ``message_bytes`` is the rank's input to each of them, ``sent_bytes`` what it must send for all of them (see
     `cost.terms`). ``carries`` names the terms of the equations, and the parts they belong to. ``stride`` is the
     distance of one rank of the group to the next.
     """

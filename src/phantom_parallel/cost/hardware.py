@@ -100,9 +100,7 @@ class Profile:
 
     def require_devices(self, devices: int) -> None:
         if devices > (most := self.max_devices.value):
-            raise ValueError(
-                f"{devices} devices are more than profile {self.name!r} has (max_devices): use at most {most}"
-            )
+            raise ValueError(f"devices={devices} is more than max_devices of profile {self.name!r}: use at most {most}")
 
 
 WATTS = ("compute_watts", "communication_watts", "idle_watts")

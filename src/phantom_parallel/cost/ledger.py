@@ -55,7 +55,7 @@ class ProductEntry:
 
 @dataclass(frozen=True)
 class CollectiveEntry:
-    """A collective as it was issued. ``moved`` is the bytes that this rank sends, ``message`` those it hands in;
+    """A collective as it was issued. ``moved`` is the bytes that this rank sends, ``message`` those of its input;
     ``stride`` is the distance of one rank of its group to the next.
     """
 
@@ -154,8 +154,8 @@ class Ledger(TorchDispatchMode):
         ranks, stride = len(members), members[1] - members[0] if len(members) > 1 else 1
         # c10d's operations that have an output apart from the input are given it first.
         output_first = func.namespace == "c10d" and op not in ("all_reduce", "broadcast", "reduce", "send")
-        handed_in = tree_leaves(args[1] if output_first else args[0])
-        message = sum(tensor.numel() * tensor.element_size() for tensor in handed_in if isinstance(tensor, Tensor))
+        inputs = tree_leaves(args[1] if output_first else args[0])
+        message = sum(tensor.numel() * tensor.element_size() for tensor in inputs if isinstance(tensor, Tensor))
         backward = op == "send" and args[2] < dist.get_rank(group)  # stages of a pipeline send gradients to lower ranks
         sizes = ranks, message, bytes_sent(op, ranks, message), stride
         self.collectives[CollectiveEntry(self._phase(backward), self._module(), op, *sizes)] += 1
@@ -177,11 +177,8 @@ class Ledger(TorchDispatchMode):
 
         ``near``: only what it sends within its own ``near`` consecutive ranks, such as those of one block or node.
         """
-        return sum(
-            (e.moved if near is None else bytes_within(e.moved, e.ranks, e.stride, near)) * count
-            for e, count in self.collectives.items()
-            if _within(e, phase, module)
-        )
+        entries = [(e, count) for e, count in self.collectives.items() if _within(e, phase, module)]
+        return sum(bytes_within(e.moved, e.ranks, e.stride, near) * count for e, count in entries)
 
     @property
     def flops(self) -> int:

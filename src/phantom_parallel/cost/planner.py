@@ -146,7 +146,7 @@ class PlanSettings:
     dtype: str = "fp32"
     """The type of every number: one that the profile has a peak for."""
     wire: WireFormat = "full"
-    """The format in which features travel between the ranks that share a model."""
+    """The format in which features are sent between the ranks that share a model."""
 
 
 @dataclass(frozen=True, kw_only=True)

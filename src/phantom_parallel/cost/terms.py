@@ -80,7 +80,7 @@ class Exchange:
     """A collective. ``words`` is w of the table above; ``hidden_by`` names the products that run meanwhile.
 
     ``stride``: the distance of one of its ranks to the next, which tells the links that it uses.
-    ``background``: it travels while other parts of the model compute.
+    ``background``: it is in flight while other parts of the model compute.
     ``by_torch``: issued by torch's own styles, which use the backend's own op whatever our exchanges are built from.
     ``wire_word_bytes``: of a word on the wire, if not those of the products. ``extra_bytes`` come on top of the words:
     scales and sums that are never rounded.
@@ -107,18 +107,19 @@ class Exchange:
         """Words that encoding and decoding read and write, about: an estimate, for times only."""
         return 0 if self.wire_word_bytes is None else 3 * self.ranks * self.words
 
-    def moved_bytes(self, word_bytes: int) -> int:
-        """Bytes that a rank sends."""
-        return bytes_sent(self.op, self.ranks, self.message_bytes(word_bytes))
+    def moved_bytes(self, word_bytes: int, near: int | None = None) -> int:
+        """Bytes that a rank sends; with ``near``, only those within its own ``near`` consecutive ranks."""
+        moved = bytes_sent(self.op, self.ranks, self.message_bytes(word_bytes))
+        return bytes_within(moved, self.ranks, self.stride, near)
 
     def message_bytes(self, word_bytes: int) -> int:
-        """Bytes that a rank hands in, as the ledger calls a message."""
+        """Bytes of a rank's input to the collective, as the ledger counts a message."""
         pieces = self.ranks if self.op in ("reduce_scatter", "all_to_all") else 1
         return self.contribution(word_bytes) * pieces
 
 
 def bytes_sent(op: str, ranks: int, message: int) -> int:
-    """Bytes that a rank must send in a collective that it hands ``message`` bytes to, rounded up for an all-reduce."""
+    """Bytes that a rank must send in a collective whose input has ``message`` bytes, rounded up for an all-reduce."""
     if op == "all_gather":
         return (ranks - 1) * message
     if op == "all_reduce":
@@ -128,10 +129,12 @@ def bytes_sent(op: str, ranks: int, message: int) -> int:
     return message  # broadcast, reduce, gather, send: a rank passes on what it has once
 
 
-def bytes_within(moved: int, ranks: int, stride: int, near: int) -> int:
+def bytes_within(moved: int, ranks: int, stride: int, near: int | None) -> int:
     """Of the bytes that a rank sends, equally many to each other rank of a group, those to ranks among its own ``near``
-    consecutive ones, such as those of a block or of a node.
+    consecutive ones, such as those of a block or of a node; all with None.
     """
+    if near is None:
+        return moved
     return moved * (min(ranks, max(1, near // stride)) - 1) // (ranks - 1) if ranks > 1 else 0
 
 
@@ -162,7 +165,7 @@ class LayerCost:
 
 
 def on_wire(exchange: Exchange, rows: int, wire: WireFormat) -> Exchange:
-    """An exchange of so many rows in a wire format."""
+    """An exchange of ``rows`` rows in a wire format."""
     if wire == "full":
         return exchange
     op: Op = "all_to_all" if exchange.op == "reduce_scatter" else exchange.op
@@ -173,7 +176,7 @@ def on_wire(exchange: Exchange, rows: int, wire: WireFormat) -> Exchange:
 def summed_on_wire(
     term: str, phase: Phase, ranks: int, rows: int, features: int, wire: WireFormat, hidden_by: tuple[str, ...] = ()
 ) -> list[Exchange]:
-    """The all-reduce of so many rows of features; in a short wire format a reduce-scatter and an all-gather."""
+    """The all-reduce of ``rows`` rows of features; in a short wire format a reduce-scatter and an all-gather."""
     if wire == "full":
         return [Exchange(term, phase, "all_reduce", ranks, rows * features)]
     words = rows * -(-features // ranks)
@@ -198,10 +201,10 @@ def between_ranks(exchanges: list[Exchange]) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in exchanges if exchange.ranks > 1)
 
 
-def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCost:
-    """The cost of so many equal parts of a batch, of which ``cost`` is one.
+def interleaved(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCost:
+    """The cost of ``parts`` equal parts of a batch, of which ``cost`` is one.
 
-    While exchanges of one part travel, others compute. The exchanges ``once`` serve all parts.
+    While exchanges of one part are in flight, others compute. The exchanges ``once`` serve all parts.
     """
     exchanges = [[e] if e.term in once else behind([e] * parts, cost).exchanges for e in cost.exchanges]
     streamed, kept = (cost.streamed[0] * parts, cost.streamed[1] * parts), (cost.kept * parts, cost.kept_bytes * parts)
@@ -210,7 +213,7 @@ def in_turns(cost: LayerCost, parts: int, once: tuple[str, ...] = ()) -> LayerCo
 
 
 def behind(exchanges: Iterable[Exchange], cost: LayerCost) -> LayerCost:
-    """A part with these exchanges in place of its own, which travel while its products are computed."""
+    """A part with these exchanges in place of its own, which overlap with its products."""
     phases = {phase: tuple(p.term for p in cost.products if p.phase == phase) for phase in ("forward", "backward")}
     return replace(cost, exchanges=tuple(replace(e, hidden_by=phases[e.phase]) for e in exchanges))
 
@@ -330,7 +333,7 @@ def tensor_layer(
 
 
 def low_rank_layer(
-    layout: RowLayout, rank: int, rows: int, *, bias: bool, input_grad: bool, wire: WireFormat, name: str
+    layout: RowLayout, rank: int, rows: int, *, bias: bool, input_grad: bool = True, wire: WireFormat, name: str
 ) -> LayerCost:
     """z = U (V x) + b: V cut by input features, U by output features, the values in between summed over ranks."""
     ranks, m_in, m_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features // layout.ranks
@@ -350,7 +353,14 @@ def low_rank_layer(
 
 
 def column_layer(
-    layout: RowLayout, rows: int, *, bias: bool, input_grad: bool, gather: bool, wire: WireFormat, name: str
+    layout: RowLayout,
+    rows: int,
+    *,
+    bias: bool,
+    input_grad: bool = True,
+    gather: bool = False,
+    wire: WireFormat,
+    name: str,
 ) -> LayerCost:
     """First of a Megatron pair: whole features in, cut ones out; ``gather`` makes them whole, for a layer left over."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
@@ -481,7 +491,7 @@ class Stage:
         return replace(micro_batch, kept=kept, kept_bytes=kept_bytes, calls=self.micro_batches)
 
     def exchanges(self, words: int, wire: WireFormat) -> tuple[Exchange, ...]:
-        """What the stage sends, in full or in bf16, where a micro-batch's stream has so many words."""
+        """What the stage sends, in full or in bf16, where a micro-batch's stream has ``words`` words."""
         short = WIRE_WORD_BYTES["bf16"] if wire == "bf16" else None
         sent = Exchange("stream", "forward", "send", self.stages, words, stride=self.ranks, wire_word_bytes=short)
         out = () if self.is_last else (sent,)
@@ -495,11 +505,6 @@ class Stage:
         smaller = max(0, self.stages - 2 - larger)
         kinds = [(0, 1), (1, larger), (max(1, more), smaller), (self.stages - 1, 1)]
         return {index: count for index, count in kinds if count}
-
-
-def representative(index: int, depth: int) -> int:
-    """A layer with the same cost: the first and the last stand apart, the others alternate at most."""
-    return index if index in (0, depth - 1) else 1 + (index - 1) % 2
 
 
 @dataclass(frozen=True)
@@ -555,11 +560,13 @@ class Shape(HasModel):
     @classmethod
     def of_training(cls, config: Any) -> Self:
         """The shape of one step of a training, from its `TrainConfig`."""
-        names = ("model", "ranks", "dp", "wire", "micro_batches", "reshard_after_forward")
+        names = ("model", "ranks", "pp", "dp", "wire", "micro_batches", "interleave", "activation_checkpointing")
         return cls(
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in names if name in cls.__dataclass_fields__},
             batch=config.batch // config.dp,
             optimizer=optimizer_of(config.optimizer, config.momentum),
+            # A training by another strategy may use FSDP2 over its copies, which shapes do not count.
+            reshard_after_forward=config.reshard_after_forward or not get_strategy(config.strategy).shards_rows,
         )
 
     @property
@@ -587,7 +594,7 @@ class Shape(HasModel):
     def costs(self) -> tuple[LayerCost, ...]:
         return self.terms[0]
 
-    timed_parts = costs  # each with the exchanges that travel while it computes
+    timed_parts = costs  # each with the exchanges that overlap with it
 
     @property
     def repeated(self) -> int:
@@ -675,10 +682,7 @@ class Shape(HasModel):
         """Bytes that this rank sends; with ``near``, only those within its own ``near`` consecutive ranks."""
         exchanges = [(part.calls, e) for part in self.costs for e in part.exchanges]
         exchanges += [(1, e) for e in (*self.model_exchanges, *self.copies_exchanges)]
-        sent = [(n, e, e.moved_bytes(self.word_bytes)) for n, e in exchanges if phase in (None, e.phase)]
-        return sum(
-            n * (moved if near is None else bytes_within(moved, e.ranks, e.stride, near)) for n, e, moved in sent
-        )
+        return sum(n * e.moved_bytes(self.word_bytes, near) for n, e in exchanges if phase in (None, e.phase))
 
     @property
     def inside(self) -> int:

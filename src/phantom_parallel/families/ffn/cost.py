@@ -41,7 +41,7 @@ class FFNShape(Shape):
         if self.splits_work:
             costs: dict[int, LayerCost] = {}
             for index in range(depth):  # layers repeat: only those that differ are computed
-                same = terms.representative(index, depth)
+                same = index if index in (0, depth - 1) else 1 + (index - 1) % 2  # those in between alternate at most
                 costs[index] = replace(costs[same], name=f"layers.{index}") if same in costs else self._layer(index)
             return tuple(costs.values()), ()
         if self.stage is None:

@@ -14,30 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phantom_parallel.cost import terms
 from phantom_parallel.cost.dryrun import DTYPES, FAKE, InferencePass, TrainingStep, build_model
-from phantom_parallel.cost.terms import (
-    Exchange,
-    Group,
-    LayerCost,
-    Memory,
-    Product,
-    Shape,
-    Stage,
-    behind,
-    between_ranks,
-    column_layer,
-    fully_sharded,
-    grid_layer,
-    in_turns,
-    low_rank_layer,
-    on_wire,
-    optimizer_of,
-    over_blocks,
-    phantom_layer,
-    recomputed,
-    row_layer,
-    summed_on_wire,
-)
+from phantom_parallel.cost.terms import Exchange, Group, LayerCost, Memory, Product, Shape, Stage
 from phantom_parallel.distributed.pipeline import Pipeline, ends, sum_over_ends
 from phantom_parallel.families.gpt.config import GPTConfig, check_interleave
 from phantom_parallel.families.gpt.model import GPT, next_token
@@ -97,16 +76,6 @@ class GPTShape(Shape):
         if self.mode != "train" and not self.splits_work and self.stage is None:
             raise ValueError(f"the strategy {self.strategy} is for training: {self.mode} runs on ranks by megatron")
         assert self.terms is not None  # layouts that are not possible raise here
-
-    @classmethod
-    def of_training(cls, config: Any) -> Self:
-        names = ("model", "ranks", "pp", "dp", "wire", "micro_batches", "activation_checkpointing", "interleave")
-        return cls(
-            **{name: getattr(config, name) for name in names},
-            batch=config.batch // config.dp,
-            optimizer=optimizer_of(config.optimizer, config.momentum),
-            reshard_after_forward=config.reshard_after_forward or config.fsdp,
-        )
 
     @cached_property
     def terms(self) -> Costs:
@@ -196,7 +165,7 @@ class GPTShape(Shape):
     def _parts(self) -> Iterator[LayerCost]:
         if self.interleave > 1 and self.mode == "train":
             part = replace(self, batch=self.batch // self.interleave, interleave=1)
-            yield from (in_turns(cost, self.interleave) for cost in part.costs[:-1])
+            yield from (terms.interleaved(cost, self.interleave) for cost in part.costs[:-1])
             yield _head(part, self.interleave)
             return
         yield _embedding(self)
@@ -208,11 +177,11 @@ class GPTShape(Shape):
 
     @property
     def timed_parts(self) -> tuple[LayerCost, ...]:
-        """In a ladder, exchanges of a map back and of the next map from the stream travel while the other computes."""
+        """In a ladder, an output projection and the input projection after it overlap with the other's exchanges."""
         parts = list(self.costs)
         for index, (back, into) in enumerate(pairwise(self.costs)):
             if self.model.ladder and self.inside == 1 and index and into.name.endswith(("qkv", "gate_up")):
-                parts[index : index + 2] = behind(into.exchanges, back), behind(back.exchanges, into)
+                parts[index : index + 2] = terms.behind(into.exchanges, back), terms.behind(back.exchanges, into)
         return tuple(parts)
 
     def with_sums(self, exchange: Exchange, rows: int) -> Exchange:
@@ -244,14 +213,14 @@ def _embedding(shape: GPTShape) -> LayerCost:
     model, ranks, words = shape.model, shape.ranks, shape.rows * shape.stream
     weight, full = model.vocab * model.dim // ranks, shape.wire == "full"
     by_rows = shape.strategy == "megatron" and shape.grid == 1
-    exchanges = summed_on_wire("x", "forward", ranks, shape.rows, model.dim, shape.wire) if by_rows else []
+    exchanges = terms.summed_on_wire("x", "forward", ranks, shape.rows, model.dim, shape.wire) if by_rows else []
     masks = by_rows and ranks > 1 and not full
     whole = by_rows and ranks > 1 and full and not model.tie_embeddings
     return LayerCost(
         name="embedding",
         parameters=(weight,),
         products=(),
-        exchanges=between_ranks(exchanges),
+        exchanges=terms.between_ranks(exchanges),
         kept=0,
         kept_bytes=shape.rows * (INDEX_BYTES + masks),
         streamed=(2 * words, 2 * words),
@@ -282,9 +251,9 @@ def _layer(
     if not shape.activation_checkpointing or shape.mode != "train":
         return parts
     # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
-    # does; the phantom map's asks for the gathered ghosts as well, and the low-rank map's for what is exchanged.
+    # does; a phantom layer's asks for the gathered ghosts as well, and a low-rank layer's for what is exchanged.
     ends = len(parts) if shape.sharded else len(parts) - 1
-    again = [recomputed(part) if index < ends else part for index, part in enumerate(parts)]
+    again = [terms.recomputed(part) if index < ends else part for index, part in enumerate(parts)]
     kept = shape.rows * shape.stream  # what enters the layer
     return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
 
@@ -301,23 +270,24 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
     rows, stream = shape.rows, shape.stream
     statistics = rows * shape.precise_bytes  # r of each row
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream
+    given: dict[str, Any] = {"bias": bias, "wire": shape.wire, "name": name}
     if shape.strategy != "phantom":
         layout = RowLayout(shape.model.dim, out_features, shape.ranks)
         if shape.model.low_rank is not None:
-            low = _low_rank(shape, layout, shape.model.low_rank, name, bias=bias)
+            low = terms.low_rank_layer(layout, shape.model.low_rank, rows, **given)
             first, rest = low.exchanges[:1], low.exchanges[1:]  # g, or the sum of it
             exchanges = (*(shape.with_sums(e, rows) for e in first), *rest)
             parameters = (stream, *low.parameters)
             return replace(low, parameters=parameters, exchanges=exchanges, kept_bytes=statistics, streamed=streamed)
         if shape.grid > 1:
-            whole = grid_layer(layout, rows, shape.grid, bias=bias, wire=shape.wire, name=name)
+            whole = terms.grid_layer(layout, rows, shape.grid, **given)
         else:
-            whole = column_layer(layout, rows, bias=bias, input_grad=True, gather=False, wire=shape.wire, name=name)
+            whole = terms.column_layer(layout, rows, **given)
         statistics += shape.norm_bytes(rows)
         parameters, leading = (stream, *whole.parameters), (stream, *whole.leading)
         return replace(whole, parameters=parameters, leading=leading, kept_bytes=statistics, streamed=streamed)
     blocks = _blocks(shape, shape.model.dim, out_features, ghosts)
-    plain = phantom_layer(blocks, rows, bias=bias, rank=shape.rank, wire=shape.wire, name=name)
+    plain = terms.phantom_layer(blocks, rows, rank=shape.rank, **given)
     if shape.ranks > 1 and shape.inside == 1 and shape.wire == "full":
         statistics += rows * shape.ranks * shape.precise_bytes  # squares, in the message that the ghosts are kept in
     carried = ("x", "g", "h", "dx")
@@ -333,19 +303,16 @@ def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, 
 
 def _back(shape: GPTShape, name: str, in_features: int, ghosts: int | None) -> LayerCost:
     """The output projection from such features to the stream."""
+    given: dict[str, Any] = {"bias": False, "wire": shape.wire, "name": name}
     if shape.strategy == "phantom":
         blocks = _blocks(shape, in_features, shape.model.dim, ghosts)
-        return phantom_layer(blocks, shape.rows, bias=False, rank=shape.rank, wire=shape.wire, name=name)
+        return terms.phantom_layer(blocks, shape.rows, rank=shape.rank, **given)
     layout = RowLayout(in_features, shape.model.dim, shape.ranks)
     if shape.model.low_rank is not None:
-        return _low_rank(shape, layout, shape.model.low_rank, name)
+        return terms.low_rank_layer(layout, shape.model.low_rank, shape.rows, **given)
     if shape.grid > 1:
-        return grid_layer(layout, shape.rows, shape.grid, bias=False, transposed=True, wire=shape.wire, name=name)
-    return row_layer(layout, shape.rows, bias=False, wire=shape.wire, name=name)
-
-
-def _low_rank(shape: GPTShape, layout: RowLayout, rank: int, name: str, *, bias: bool = False) -> LayerCost:
-    return low_rank_layer(layout, rank, shape.rows, bias=bias, input_grad=True, wire=shape.wire, name=name)
+        return terms.grid_layer(layout, shape.rows, shape.grid, transposed=True, **given)
+    return terms.row_layer(layout, shape.rows, **given)
 
 
 def _blocks(shape: GPTShape, in_features: int, out_features: int, ghosts: int | None) -> BlockLayout:
@@ -415,13 +382,13 @@ def _head(shape: GPTShape, parts: int = 1) -> LayerCost:
             Product("dW = d^T y", "backward", 1, tokens, rows, dim),
             Product("W^T d", "backward", 1, rows, tokens, dim),
         ),
-        exchanges=between_ranks(_head_exchanges(shape, rows, by_rows)),
+        exchanges=terms.between_ranks(_head_exchanges(shape, rows, by_rows)),
         kept=rows * dim + (shape.rows * shape.stream if sharded else 0),
         kept_bytes=kept_bytes,
         streamed=(rows * (2 * dim + 3 * tokens), rows * (3 * dim + 3 * tokens)),
         leading=(shape.stream, here)[: len(parameters)],
     )
-    cost = cost if parts == 1 else in_turns(cost, parts, once=("W", "dW"))
+    cost = cost if parts == 1 else terms.interleaved(cost, parts, once=("W", "dW"))
     return replace(cost, kept=cost.kept + shared)
 
 
@@ -431,7 +398,7 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
     words = rows * shape.stream
     out, back = ("all_to_all",) * 2 if by_rows else ("all_gather", "reduce_scatter")
     sent = Exchange("y", "forward", out, ranks, words), Exchange("dy", "backward", back, ranks, words, meanwhile)  # type: ignore[arg-type]
-    y, dy = (shape.with_sums(on_wire(e, rows, wire), rows) for e in sent)
+    y, dy = (shape.with_sums(terms.on_wire(e, rows, wire), rows) for e in sent)
     if by_rows:
         weight = here * shape.model.dim
         return [
@@ -447,14 +414,14 @@ def _head_exchanges(shape: GPTShape, rows: int, by_rows: bool) -> list[Exchange]
         exchanges.append(Exchange("W", "forward", "all_to_all", ranks, piece))
         exchanges.append(Exchange("dW", "backward", "all_to_all", ranks, piece))
     if shape.sharded or shape.grid > 1:
-        exchanges += [part for e in (y, dy) for part in over_blocks(e, shape.blocks)]
+        exchanges += [part for e in (y, dy) for part in terms.over_blocks(e, shape.blocks)]
     else:
-        exchanges += summed_on_wire("dy", "backward", ranks, rows, shape.model.dim, wire, meanwhile)
+        exchanges += terms.summed_on_wire("dy", "backward", ranks, rows, shape.model.dim, wire, meanwhile)
     if shape.mode == "train":
         last = Exchange("loss", "forward", "all_gather", ranks, rows * 3 * numbers)
     else:
-        last = on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, wire)
-    return exchanges + over_blocks(last, shape.blocks)
+        last = terms.on_wire(Exchange("logits", "forward", "all_gather", ranks, rows * here), rows, wire)
+    return exchanges + terms.over_blocks(last, shape.blocks)
 
 
 def _fsdp_costs(shape: GPTShape) -> Costs:
@@ -465,7 +432,7 @@ def _fsdp_costs(shape: GPTShape) -> Costs:
     for layer in range(layers):
         kept = layer == layers - 1 or not shape.reshard_after_forward
         groups.append(Group(tuple(range(1 + layer * size, 1 + (layer + 1) * size)), kept))
-    return fully_sharded(dense.costs, groups, shape.ranks, shape.rank)
+    return terms.fully_sharded(dense.costs, groups, shape.ranks, shape.rank)
 
 
 def _pipeline_costs(shape: GPTShape, stage: Stage) -> Costs:
