@@ -80,10 +80,8 @@ class PhantomQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
         """Replace the styles of phantom layers in a plan, of the model's own or none, by their phantom counterparts."""
         ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", 1)
         if ranks > 1 and ranks not in (fit := fitting_ranks(model.config)):
-            raise ValueError(
-                f"{ranks} ranks do not fit the heads, key-value heads and blocks of this model: "
-                f"use {' or '.join(map(str, fit))}"
-            )
+            near = " or ".join(map(str, fit))
+            raise ValueError(f"{ranks} ranks do not fit the heads, key-value heads and blocks of the model: use {near}")
         if plan is model.ep_plan:
             return
         pairs = {name: style for name, _ in model.named_modules() for end, style in _PAIRS if f".{name}".endswith(end)}
@@ -257,7 +255,7 @@ def evaluate_tasks(model: Any, tokenizer: Any, config: EvalConfig) -> dict[str, 
 
 
 class EnergyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Logs the joules of a training so far, whenever ``Trainer`` logs. Checkpoints carry them on.
+    """Logs the joules of a training so far, whenever ``Trainer`` logs. Checkpoints store them.
 
     In ``Trainer(callbacks=[EnergyCallback()])`` they come into ``trainer.state.log_history``; `add_to` has trackers log
     them as well, which ``Trainer`` calls before the callbacks of its users.

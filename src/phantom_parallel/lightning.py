@@ -10,7 +10,7 @@ __all__ = ["EnergyCallback"]
 
 
 class EnergyCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Logs the joules of a training so far, every ``log_every_n_steps`` steps. Checkpoints carry them on.
+    """Logs the joules of a training so far, every ``log_every_n_steps`` steps. Checkpoints store them.
 
     Args:
         profile: Power profile to model energy with where there are no sensors, as for `EnergyMeter`.

@@ -133,8 +133,7 @@ class StoredModel:
 
     def build(self, **kwargs: Any) -> nn.Module:
         """The model on a mesh, a device and in a dtype, without its values."""
-        model: nn.Module = get_family(self.config.family).model(self.config, **kwargs)
-        return model
+        return get_family(self.config.family).model(self.config, **kwargs)
 
 
 def load_model(

@@ -99,7 +99,7 @@ class CompareOptions(SettingOptions):
     """Train phantom models and others to the same held-out loss, and show time, bytes, FLOPs and joules.
 
     Every strategy gets the same search for a learning rate; then all are trained to the same target over several seeds,
-    in turns. Strategies that compute the same model share the losses, and the time of a step is measured for each of
+    interleaved. Strategies that compute the same model share the losses, and the time of a step is measured for each of
     them. Options replace the values of the preset, which --help shows: phantom compare --preset digits --help. The
     ranks are started on this machine, or by torchrun or srun. Ctrl-C keeps the trainings that are finished, and
     --resume continues from there.

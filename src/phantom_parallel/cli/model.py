@@ -111,10 +111,11 @@ _HEAL_FAMILY = "gpt"  # whose options the help shows
 _HIDDEN = ("micro_batches", "reshard_after_forward", "compile", "momentum", "optimizer")
 _HEAL_HELP = """Heal a converted model: train it with the dense model that it was made from as its teacher.
 
-At first each layer learns by itself: on the converted model's stream, it is to give the teacher's stream after the
-same layer. Then all layers together learn the teacher's predictions, by the Kullback-Leibler divergence. The teacher
-runs on the same ranks. Held-out losses, of the model and of its teacher, are the cross-entropy in nats a token. The
-healed model is written to the folder model in --out. Ranks, signals, --resume and exit codes are as for phantom train.
+At first each layer is trained separately: its input is the converted model's stream, and its target the teacher's
+stream after the same layer. Then all layers are trained together on the teacher's predictions, by the Kullback-Leibler
+divergence. The teacher runs on the same ranks. Held-out losses, of the model and of its teacher, are the cross-entropy
+in nats a token. The healed model is written to the folder model in --out. Ranks, signals, --resume and exit codes are
+as for phantom train.
 """
 
 

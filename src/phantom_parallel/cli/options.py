@@ -61,7 +61,7 @@ class WireOption:
     """The option ``--wire`` of commands that run or count a model on ranks."""
 
     wire: WireFormat = "full"
-    """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
+    """Format in which activations, ghosts and their gradients are sent between ranks that share a model: as they are
     (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
 
 

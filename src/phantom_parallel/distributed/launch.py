@@ -130,7 +130,7 @@ def available_bytes() -> int | None:
 
 
 def check_memory(ranks: int, more: int = 0) -> None:
-    """Raise ValueError if so many local processes, with ``more`` bytes besides, do not fit into the memory."""
+    """Raise ValueError if ``ranks`` local processes and ``more`` bytes do not fit into the memory."""
     needed, free = ranks * PROCESS_BYTES + more, available_bytes()
     if free is not None and needed > free:
         sizes = f"{needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
@@ -172,7 +172,7 @@ def launch(
         if (started := int(os.environ["WORLD_SIZE"])) != size:
             raise ValueError(f"{started} processes were started, {size} are needed (ranks times dp)")
     device = select_device(_local_ranks(size), defaults.device, tf32=defaults.tf32)
-    reports = {} if on_report is None else {"report": on_report if is_rank_zero() else _discard}
+    reports = {} if on_report is None else {"report": on_report if is_rank_zero() else lambda value: None}
     try:
         with process_group(timeout, device, **join_ranks(timeout)) if external else nullcontext():
             if defaults.take_announces() and is_rank_zero():
@@ -203,14 +203,13 @@ def launch_local(
     timeout, network = timeout or defaults.timeout, network or defaults.network
     device_type = "cpu" if network is not None else device_type or defaults.device
     check_memory(size)
+    if network is not None:
+        network.check_ranks(size)
     payload, preparation = _prepare(work, args)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         store, inherited = stack.enter_context(_meeting_file())
-        hosts: Hosts | None = None
-        if network is not None:
-            network.check_ranks(size)
-            hosts = stack.enter_context(Hosts(network))
+        hosts = None if network is None else stack.enter_context(Hosts(network))
         ranks: list[_Rank] = []
         for number in range(size):
             environment = _environment(number, size, network) | (KEEP_FREED_MEMORY if keep_freed_memory else {})
@@ -219,11 +218,10 @@ def launch_local(
             ranks.append(_start(number, environment, preparation["sys_path"], namespaces, inherited, host))
             stack.callback(ranks[-1].end)
         reports, announces = on_report is not None, defaults.take_announces()
-        sent = timeout, payload, preparation, store, device_type, defaults.tf32, reports, announces
-        assignment = pickle.dumps(sent)
+        assignment = timeout, payload, preparation, store, device_type, defaults.tf32, reports, announces
         for rank in ranks:
             with suppress(OSError):  # that a rank has ended is noticed below
-                rank.connection.send_bytes(assignment)
+                rank.connection.send_bytes(pickle.dumps(assignment))
         return _supervise(ranks, stop, timeout, on_report)
 
 
@@ -469,7 +467,7 @@ def run_rank(launcher: int, channel: int, *namespaces: int) -> None:
         connection.send_bytes(pickle.dumps(message))
 
     try:
-        send("result", _join_and_work(send, *pickle.loads(assignment)))
+        send("result", _join_and_work(send, pickle.loads(assignment)))
     except BaseException as error:
         from phantom_parallel.distributed.objects import describe_error
 
@@ -492,18 +490,9 @@ def _kind_of(error: BaseException) -> Literal["own", "lost", "timeout"]:
     return "own"
 
 
-def _join_and_work(
-    send: Any,
-    timeout: timedelta,
-    payload: bytes,
-    preparation: dict[str, Any],
-    store_path: str,
-    device_type: str,
-    tf32: bool,
-    reports: bool,
-    announces: bool,
-) -> Any:
+def _join_and_work(send: Any, assignment: tuple[Any, ...]) -> Any:
     """Join the other ranks and work; the result on rank 0."""
+    timeout, payload, preparation, store_path, device_type, tf32, reports, announces = assignment
     process: Any = multiprocessing.current_process()
     process._inheriting = True  # a script without `if __name__ == "__main__"` gets multiprocessing's error
     multiprocessing.spawn.prepare(preparation)
@@ -515,7 +504,7 @@ def _join_and_work(
     from phantom_parallel.distributed.process_group import process_group, run_line, select_device
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    report = (lambda value: send("report", value)) if rank == 0 else _discard
+    report = (lambda value: send("report", value)) if rank == 0 else lambda value: None
     torch.set_num_threads(threads_for(size))
     device = select_device(size, device_type, tf32=tf32)
     store: Any = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
@@ -526,7 +515,3 @@ def _join_and_work(
             print(run_line(device), file=sys.stderr, flush=True)
         result = work(device, *args, **({"report": report} if reports else {}))
     return result if rank == 0 else None
-
-
-def _discard(value: Any) -> None:
-    """Reports are rank 0's."""

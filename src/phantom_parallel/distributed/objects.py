@@ -28,9 +28,8 @@ class RanksDisagree(ValueError):
 
 
 # Types that an error keeps on its way to other ranks and to the launcher, subclasses first.
-_ERRORS = {
-    kind.__name__: kind for kind in (FileExistsError, OSError, RanksDisagree, ValueError, Interrupted, LossDiverged)
-}
+_KINDS = (FileExistsError, OSError, RanksDisagree, ValueError, Interrupted, LossDiverged)
+_ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
 def all_gather_objects(value: T, group: Group, kind: Any = Any) -> list[T]:
@@ -183,6 +182,5 @@ def _restored(code: int, data: memoryview) -> Any:
         return Path(bytes(data).decode())
     name, shape, values = decode(bytes(data), tuple[str, tuple[int, ...], bytes])
     dtype = getattr(torch, name.removeprefix("torch."))
-    return (
-        torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape) if values else torch.empty(shape, dtype=dtype)
-    )
+    flat = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)

@@ -124,9 +124,7 @@ def join_ranks(timeout: timedelta) -> dict[str, Any]:
             if rank == 0:
                 store.set(JOB, job)
             elif (other := store.get(JOB).decode()) != job:
-                raise OSError(
-                    f"the ranks at {address}:{port} are of job {other!r}, this one is of {job!r}: set MASTER_PORT"
-                )
+                raise OSError(f"{address}:{port} is used by job {other!r}, this one is {job!r}: set MASTER_PORT")
         _stores[address, port] = (store, itertools.count())
     store, launches = _stores[address, port]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives ranks that it restarts
@@ -156,9 +154,7 @@ def device_type_for(local_ranks: int, wanted: str = "auto") -> str:
     if kind == "cpu" or visible >= local_ranks or _bound_to_one(visible):
         return kind
     if wanted == kind:
-        raise ValueError(
-            f"device={wanted}: {local_ranks} ranks on this host need a device each, and {visible} are visible"
-        )
+        raise ValueError(f"device={wanted} needs {local_ranks} devices, one for each rank of this host, got {visible}")
     return "cpu"
 
 

@@ -286,7 +286,7 @@ def merge_ranks(name: str, measurements: Sequence[RankMeasurement]) -> WindowRes
 
 
 def mean_watts(runs: Sequence[tuple[Callable[[], Any], int]], device: torch.device) -> tuple[float, ...] | None:
-    """Return the mean watts of each rank during so many calls of each function; None where no sensor measures them."""
+    """Return the mean watts of each rank during the calls of each function; None where no sensor measures them."""
     meter, watts = EnergyMeter(dist.group.WORLD, device=device), list[float]()
     covered = any(all_gather_objects(bool(meter.discovery.specs), dist.group.WORLD))
     for run, calls in runs if covered else ():

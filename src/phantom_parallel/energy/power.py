@@ -19,7 +19,7 @@ from phantom_parallel.cost.hardware import WATTS, Profile, load_profile
 from phantom_parallel.distributed.launch import MACHINE_RANKS, threads_for
 
 ASSUMED_CORE = "assumed-core"
-# Watts of one CPU core of a machine that nobody has measured. Ratios between strategies depend on the share that a
+# Watts of one CPU core of a machine that was not measured. Ratios between strategies depend on the share that a
 # blocked core draws of a busy one, which here is about that of the accelerators in the hardware profiles.
 CORE_COMPUTE_WATTS, CORE_COMMUNICATION_WATTS, CORE_IDLE_WATTS = 10.0, 5.0, 2.0
 # What a share of time blocked leaves out, for readers of one that is measured on CPU ranks: see `ops.collectives`.
@@ -65,14 +65,11 @@ class PowerProfile:
 
     def joules(self, compute_seconds: float, communication_seconds: float = 0.0, idle_seconds: float = 0.0) -> float:
         """Return the modelled energy of a rank, or of several ranks if the seconds are sums over them."""
-        return (
-            compute_seconds * self.compute_watts
-            + communication_seconds * self.communication_watts
-            + idle_seconds * self.idle_watts
-        )
+        busy = compute_seconds * self.compute_watts + communication_seconds * self.communication_watts
+        return busy + idle_seconds * self.idle_watts
 
     def least_joules(self, flops: float) -> float | None:
-        """Return the energy of so many FLOPs at the peak; None where that is not known."""
+        """Return the energy of ``flops`` FLOPs at the peak; None where that is not known."""
         return None if self.peak_flops is None else flops / self.peak_flops * self.compute_watts
 
 

@@ -1,4 +1,4 @@
-"""The result of a measurement window. Every figure carries its provenance.
+"""The result of a measurement window. Every figure has a provenance.
 
 total         the sum over counted rows of ONE provenance, with each physical sensor counted once
 unavailable   ``joules`` is None and prints as "unavailable"; it is never 0

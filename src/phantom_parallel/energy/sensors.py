@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -325,10 +326,8 @@ def probe_amd(device: torch.device | None = None, *, smi: Any = None, clock: Clo
         return _missing(driver, f"{driver} exists, but amdsmi does not load ({error}); {AMD_INSTALL}", AMD_INSTALL)
     try:
         smi.amdsmi_init()
-        dies = sorted(
-            ((str(smi.amdsmi_get_gpu_device_bdf(die)).lower(), die) for die in smi.amdsmi_get_processor_handles()),
-            key=lambda die: die[0],
-        )
+        handles = smi.amdsmi_get_processor_handles()
+        dies = sorted(((str(smi.amdsmi_get_gpu_device_bdf(die)).lower(), die) for die in handles), key=itemgetter(0))
         name = str(smi.amdsmi_get_gpu_asic_info(dies[0][1])["market_name"]).strip() if dies else ""
     except smi.AmdSmiException as error:
         remedy = f"the user must be in the groups that own {driver} (usually render and video)"

@@ -36,7 +36,7 @@ _ANY_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 
 def can_split_time(model: nn.Module, device: torch.device) -> bool:
-    """Return whether the waits of ``model`` are observed, so that computing and waiting can be told apart.
+    """Return whether the waits of ``model`` are observed, which separates them from computing.
 
     On an accelerator FSDP2 makes one stream wait for an event of another, which no hook sees: its stalls would count as
     computing.

@@ -88,6 +88,9 @@ class Family:
         return value
 
 
+Batches = tuple[list[Any], list[Any]]  # to calibrate on, and held out
+
+
 class Converter(ABC):
     """The family's part of converting dense models to phantom models. Runs in one process."""
 
@@ -95,7 +98,7 @@ class Converter(ABC):
     own_ghosts: ClassVar[bool] = False  # whether each of them may have its own number of ghosts
 
     @abstractmethod
-    def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> tuple[list[Any], list[Any]]:
+    def batches(self, path: Path, config: Any, data: Path, rows: int, length: int) -> Batches:
         """Batches to calibrate on, at most ``rows`` rows in sequences of ``length``, and held-out batches."""
 
     @abstractmethod

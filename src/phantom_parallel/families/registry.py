@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "PHANTOM_FAMILIES"  # families that were registered in the process that started this one
 ENTRY_POINTS = "phantom_parallel.families"
-DEFAULT_FAMILY = "ffn"  # of commands that are not told which one
+DEFAULT_FAMILY = "ffn"  # of commands without one
 
 # Name of a family, and the module and attribute that hold its `Family`; imported when first asked for.
 _FAMILIES = {

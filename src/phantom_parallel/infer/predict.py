@@ -68,6 +68,8 @@ class InferConfig(RunConfig):
                 object.__setattr__(self, name, Path(path).absolute())
         if self.out is not None and self.inputs is None:
             raise ValueError(f"out={self.out} needs inputs to predict from: give a file of them")
+        if self.out is not None and (self.out.suffix != ".npy" or self.out == self.inputs):
+            raise ValueError(f"out={self.out} is the file of inputs, or not a .npy file: choose another name")
 
 
 def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
@@ -87,7 +89,10 @@ def run(config: InferConfig, *, show: bool = False) -> dict[str, Any]:
         words += 2 * config.batch * sum(features)
         check_memory(config.ranks, words * next(model.parameters()).element_size())
     if config.out is not None:
-        _check_out(config.out, config)
+        if config.out.exists() and not config.overwrite:
+            raise FileExistsError(f"{config.out} exists: choose another name, or overwrite it")
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.out.parent).close()  # raises now rather than after all predictions
     result = launch(config.ranks, _work, config, power, show)
     out = None if config.out is None else str(config.out)
     return config.describe(power) | {"batch": config.batch, "out": out, **result}
@@ -114,17 +119,6 @@ def check_folder(path: Path) -> Path:
     except ValueError as error:
         raise ValueError(f"{error}{hint}") from None
     return path
-
-
-def _check_out(out: Path, config: InferConfig) -> None:
-    if out.suffix != ".npy":
-        raise ValueError(f"predictions are written as .npy, got out={out}")
-    if out == config.inputs:
-        raise ValueError(f"out={out} is the file of inputs: choose another name")
-    if out.exists() and not config.overwrite:
-        raise FileExistsError(f"{out} exists: choose another name, or overwrite it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out.parent).close()  # raises now rather than after all predictions
 
 
 def _work(device: torch.device, config: InferConfig, power: PowerProfile | None, show: bool) -> dict[str, Any]:

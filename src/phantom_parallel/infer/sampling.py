@@ -4,15 +4,15 @@ A sample maps one uniform number per row to a token by the cumulative probabilit
 ranks hold the same logits and draw the same numbers, so that they select the same token without a collective.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from phantom_parallel.infer.measure import RunConfig
-from phantom_parallel.utils.layout import positive
+from phantom_parallel.utils.settings import NonNegativeFloat, PositiveInt, validate
 
 MAX_SEED = (1 << 63) - 1  # of a torch generator
 
@@ -21,24 +21,17 @@ MAX_SEED = (1 << 63) - 1  # of a torch generator
 class Sampling:
     """How tokens are selected."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0 selects the most likely token. Above 0, logits are divided by it and a token is sampled."""
-    top_k: int | None = None
+    top_k: PositiveInt | None = None
     """Sample from this number of the most likely tokens only."""
-    top_p: float | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="above 0 and at most 1")] | None = None
     """Sample from the smallest set of most likely tokens with at least this probability together, after top-k."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED, description=f"from 0 to {MAX_SEED}")] = 0
     """Seed of the sampling, which is the same on any number of ranks."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or a positive number, got {self.temperature!r}")
-        if self.top_k is not None:
-            positive(top_k=self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed!r}")
+        validate(self)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p restrict the sampling, but temperature=0 does not sample: raise it")
 
@@ -50,11 +43,11 @@ class GenerateConfig(Sampling, RunConfig):
     chat: bool = False
     """The prompt is a message, which the model's chat template puts into its place. Without a prompt, messages are read
     from stdin, a line each."""
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
     """Tokens to generate at most; by default 128, with --chat as many as fit into the model's context."""
     stop: tuple[str, ...] = ()
     """Texts that end the generation, besides the model's own stop tokens."""
-    batch: int = 1
+    batch: PositiveInt = 1
     """Number of texts to generate from each prompt at once; the first is shown as it is generated, the others at the
     end."""
     measure: bool = False
@@ -63,11 +56,8 @@ class GenerateConfig(Sampling, RunConfig):
     """Measure a tensor-parallel model of the same sizes with random weights as well."""
 
     def __post_init__(self) -> None:
-        Sampling.__post_init__(self)
         RunConfig.__post_init__(self)
-        positive(batch=self.batch)
-        if self.tokens is not None:
-            positive(tokens=self.tokens)
+        Sampling.__post_init__(self)
         if "" in self.stop:
             raise ValueError("a text to stop at must not be empty")
         object.__setattr__(self, "measure", self.measure or self.against != "none")

@@ -24,8 +24,7 @@ def merge_blocks(xs: Tensor) -> Tensor:
 def unflatten_rows(z: Tensor, x: Tensor) -> Tensor:
     """(B, b) -> (..., b) for the rows of x (..., a): where a gradient is recorded not a view, of which FSDP2 warns."""
     view: Any = torch.ops.aten._unsafe_view.default if z.requires_grad else torch.Tensor.view
-    result: Tensor = view(z, [*x.shape[:-1], z.shape[-1]])
-    return result
+    return view(z, [*x.shape[:-1], z.shape[-1]])
 
 
 def matmul_blocks(xs: Tensor, weight: Tensor, add_to: Tensor | None = None) -> Tensor:

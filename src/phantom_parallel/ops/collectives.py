@@ -9,9 +9,9 @@ wait on a view of it, and the products would then read data that has not arrived
 torch, so they run in eager mode, trace under ``torch.compile`` and are visible to every dispatch mode. A group of one
 rank sends nothing.
 
-Gathered and scattered rows travel in the group's wire format (`ops.wire`). In a short format a reduce-scatter is an
+Gathered and scattered rows are sent in the group's wire format (`ops.wire`). In a short format a reduce-scatter is an
 all-to-all whose slices are decoded and then summed here, so that no sum is ever rounded to the format. A rank's own
-rows are rounded like all others: what is gathered is the same on every rank. **exact** columns (B, e) travel in the
+rows are rounded like all others: what is gathered is the same on every rank. **exact** columns (B, e) are in the
 same message at full precision: an all-gather returns those of all ranks, a reduce-scatter their sum over ranks.
 
 **Two levels.** Where t ranks share each of p blocks (R = p t), rank r = i t + s has place s in block i. The ranks of a
@@ -62,7 +62,7 @@ class RankGroup(NamedTuple):
     size: int
     name: str  # of the process group: a string can be copied, pickled and compiled, a ProcessGroup cannot
     native: bool  # whether to use the backend's all-gather and reduce-scatter, or build both from all-to-all
-    wire: WireFormat = "full"  # the format that features travel in
+    wire: WireFormat = "full"  # the format that features are sent in
     inter_block: Any = None  # where several ranks share each block: the p ranks with this one's place, by their block
     intra_block: Any = None  # and the t ranks of this one's block, by their place
     in_pairs: bool = False  # whether large slices are sent by pairs of ranks, where they are built from all-to-all

@@ -1,4 +1,4 @@
-"""The baselines: conventional tensor parallelism in the same layout, and Megatron's pair of linear maps.
+"""The baselines: conventional tensor parallelism in the same layout, and Megatron's pair of linear layers.
 
 **Tensor parallelism**, as the paper has it. Features are sharded over R ranks; this rank holds m_in = n_in / R input
 features and m_out = n_out / R output features, and with these the rows W (m_out, n_in) of the weight.
@@ -7,7 +7,7 @@ features and m_out = n_out / R output features, and with these the rows W (m_out
     dx = W^T d              with d = dLoss/dz; summed over ranks, one reduce-scatter
     dW = d^T x     db = sum d
 
-Both collectives carry full activations, B x m_in words per rank, where the phantom map carries B x q k.
+Both collectives exchange full activations, B x m_in words per rank, where the phantom layer sends B x q k.
 
 **Megatron's pair**, with the exchange in the group's wire format. x is replicated outside of the pair.
 
@@ -135,8 +135,7 @@ def sum_over_ranks(x: Tensor, group: RankGroup, later: Later | None = None) -> T
     """Forward: all-reduce; backward: none, since every rank has the gradient of the sum. With ``later``, wait for the
     sum that is in flight: forward, or backward if a `column_linear` of the result will start it.
     """
-    total: Tensor = x if group.size == 1 else apply_function(_SumOverRanks, x, group, later)
-    return total
+    return x if group.size == 1 else apply_function(_SumOverRanks, x, group, later)
 
 
 def start_sum(x: Tensor, group: RankGroup, exact: Tensor | None = None) -> Callable[[], Arrived]:

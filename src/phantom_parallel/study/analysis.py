@@ -84,8 +84,7 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
         return run.joules / hours / 3600 if run.joules is not None and hours else None
     if measure == "samples_per_rank_hour":
         return run.steps * cell.batch / hours if hours else None
-    value: float | None = getattr(run, measure)
-    return value
+    return getattr(run, measure)
 
 
 def mean(results: Results, cell: Cell, measure: str) -> Interval | None:

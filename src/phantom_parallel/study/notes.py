@@ -9,7 +9,6 @@ from phantom_parallel.study.analysis import BASELINES, lead_of, peer, ranking, r
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.settings import Settings
 from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, measure_label, plain
-from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.parsing import convert
 
 FEW_SEEDS = 3  # intervals of so few are wide
@@ -51,9 +50,8 @@ def _ratios(results: Results) -> list[str]:
                 shares += [format_interval(value) for place, value in known.items() if not place]
         if len(shares) == 2 and results.target_loss is not None:
             time, energy = shares
-            lines.append(
-                f"{lead.capitalize()}: same loss in {time} of {name}'s time and {energy} of its modelled energy."
-            )
+            costs = f"{time} of {name}'s time and {energy} of its modelled energy"
+            lines.append(f"{lead.capitalize()}: same loss in {costs}.")
         elif clauses:
             lines.append(f"{lead.capitalize()} / {name}: {', '.join(clauses)}.")
     return lines
@@ -97,6 +95,7 @@ def _first(results: Results) -> list[str]:
 def notes(results: Results) -> list[str]:
     """The notes that apply to results, the most important first."""
     cells, power, environment = results.cells, results.power, results.environment
+    name, chance, meaning = loss_of(results)
     worse = [
         f"{measure_label(measure)} (than {other.strategy})"
         for cell, other, measure, value in ratios(results)
@@ -124,7 +123,7 @@ def notes(results: Results) -> list[str]:
         "Ranks exchange over loopback: hosts cannot be emulated here: {}": results.no_hosts,
         "Best options of each by time to the loss: {}.": listed(best.values()),
         "Phantom is worse in {}.": listed(worse) if results.is_comparison else "",
-        "{}": _data(results),
+        "The loss is the {}.": f"{name}: {plain(chance)} is that of {meaning}" if chance else name,
         "{}: intervals of so few are wide or missing, and small differences may be chance.": few,
         "The learning rate of {} is at an end of the rates tried: a better one may lie beyond.": listed(at_an_end),
         "The loss of {} is seen at evaluations only: steps are rounded up to the next one. Runs that missed it have no "
@@ -145,18 +144,8 @@ def notes(results: Results) -> list[str]:
 
 def loss_of(results: Results) -> tuple[str, float | None, str]:
     """The name of the loss, the loss by chance, and what has that loss; None and "" where it is not known."""
-    return next((get_family(config.family).describe_loss(config) for config in _configs(results)), ("loss", None, ""))
-
-
-def _data(results: Results) -> str:
-    """The name of the loss, and where the loss by chance is known, that."""
-    name, chance, meaning = loss_of(results)
-    by_chance = f": {plain(chance)} is that of {meaning}" if chance else ""
-    return f"The loss is the {name}{by_chance}."
-
-
-def _configs(results: Results) -> list[TrainConfig]:
     try:
-        return convert(results.settings, Settings, "settings").configs()
-    except ValueError:  # of another version, or of a family that is not installed
-        return []
+        config = convert(results.settings, Settings, "settings").configs()[0]
+    except (ValueError, IndexError):  # of another version, or of a family that is not installed
+        return "loss", None, ""
+    return get_family(config.family).describe_loss(config)

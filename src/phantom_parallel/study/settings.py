@@ -222,11 +222,8 @@ class Settings:
 
     def variants(self, contender: Contender) -> tuple[Contender, ...]:
         """What a contender may be tuned to, of which the one with the shortest step is used."""
-        if (
-            self.measure == "decode"
-            or contender.ranks == 1
-            or dict(contender.options).keys() & {"interleave", "micro_batches"}
-        ):
+        chosen = dict(contender.options).keys() & {"interleave", "micro_batches"}
+        if self.measure == "decode" or contender.ranks == 1 or chosen:
             return (contender,)
         if contender.rules.shards_rows:
             return tuple(contender.tuned_to(reshard_after_forward=frees) for frees in (True, False))

@@ -1,8 +1,8 @@
 """Checkpoints of a training: a folder ``step-000100`` with a safetensors file of each rank and ``checkpoint.json``.
 
 Model and optimizer tensors are named by their parameter, and the files say which part of a tensor they have, so that
-any number of ranks reads what any other has written. Nothing is pickled: reading a stranger's checkpoint runs none of
-their code. `BackgroundWriter` writes while training continues.
+any number of ranks reads what any other has written. Nothing is pickled: loading an untrusted checkpoint runs no
+code from it. `BackgroundWriter` writes while training continues.
 """
 
 import threading

@@ -94,7 +94,7 @@ class TrainConfig(HasModel):
     dtype: Precision = "fp32"
     """fp32, or bf16 mixed precision: autocast with weights in fp32."""
     wire: WireFormat = "full"
-    """Format in which activations, ghosts and their gradients travel between the ranks that share a model: as they are
+    """Format in which activations, ghosts and their gradients are sent between ranks that share a model: as they are
     (full), bf16, or int8 with one scale per row. Products and sums keep their precision."""
     compile: bool = False
     """Compile the model with torch.compile; a transformer layer by layer."""
@@ -133,17 +133,13 @@ class TrainConfig(HasModel):
         if self.warmup >= self.steps:
             raise ValueError(f"warmup={self.warmup} must be below steps={self.steps}")
         if not strategy.has_blocks and (self.lr_local, self.lr_compress, self.lr_decompress) != (1.0, 1.0, 1.0):
-            raise ValueError(
-                f"lr_local, lr_compress, lr_decompress belong to the strategy phantom, not {self.strategy}"
-            )
+            raise ValueError("lr_local, lr_compress and lr_decompress belong to the strategy phantom: leave them out")
         if not self.reshard_after_forward and not self.gathers_weights:
             raise ValueError(f"reshard_after_forward belongs to the strategy fsdp, not to {self.strategy}")
         if self.micro_batches is not None and self.pp == 1 and not strategy.splits_depth:
             raise ValueError(f"micro_batches belongs to the strategy pipeline, not to {self.strategy} in one stage")
         if self.stage_micro_batches < self.stages:
-            raise ValueError(
-                f"micro_batches={self.micro_batches} is below the {self.stages} stages: 1F1B needs as many"
-            )
+            raise ValueError(f"micro_batches={self.micro_batches} is below the {self.stages} stages: use as many")
         if self.pp > 1:
             self.model.check_stages(self.pp)
         self._check_batch(strategy)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,10 +168,8 @@ class Trainer:
             now = self.clock.totals()
             ran = now.since(start)
             share = loss / config.row_shards if self.task.counts else 0.0 * loss
-            blocked = ran.blocked_seconds
-            total, asked, failures, *spent = self.sum_over_ranks(
-                share, stop.requested, failed, ran.step_seconds - blocked, blocked
-            )
+            compute, blocked = ran.step_seconds - ran.blocked_seconds, ran.blocked_seconds
+            total, asked, failures, *spent = self.sum_over_ranks(share, stop.requested, failed, compute, blocked)
             if failures:
                 self._settle()  # raises on all ranks: a write fails on all of them
             self.progress = Progress(step, before + ran.step_seconds, self.task.digest)
@@ -179,7 +178,8 @@ class Trainer:
             self._check_finite(record.eval_loss or 0.0, "held-out loss")
             last, last_step = now, step
             self._last_boundary = step
-            self._report(report, record)
+            if report is not None:  # if the disk of rank 0 is full, all ranks stop together
+                on_every_rank(partial(report, record) if self.parallel.rank == 0 else lambda: None, self._group)
             reached = record.eval_loss is not None and record.eval_loss <= (config.target_loss or -1.0)
             if reached or asked or step == config.steps:
                 status = "target" if reached else "interrupted" if asked and step < config.steps else "steps"
@@ -276,7 +276,7 @@ class Trainer:
             self._settle()
 
         def check() -> None:
-            # A step may have spoilt the weights after its own loss, so the last boundary's data are checked as well.
+            # A step's update follows its loss, so data of the last boundary may have made the weights non-finite.
             for step in range(max(self._last_boundary - 1, 0), self.progress.step):
                 self.task.check_rows(self._rows(step))
 
@@ -291,11 +291,6 @@ class Trainer:
             return "there is no checkpoint yet"
         return f"the last good checkpoint is {self.last_checkpoint}"
 
-    def _report(self, report: Callable[[Record], None] | None, record: Record) -> None:
-        """Let rank 0 report. If its disk is full, all ranks stop together."""
-        if report is not None:
-            on_every_rank(lambda: report(record) if self.parallel.rank == 0 else None, self._group)
-
     def _save(self) -> None:
         """Write a checkpoint in the background: every rank copies its own part, and writes it while training goes on.
 
@@ -304,7 +299,7 @@ class Trainer:
         if self.checkpoints is None or self._writer is None:
             return
         parts = checkpoint.parts_of(self.optimizer)
-        # A finite loss does not vouch for the update after it.
+        # The update after a finite loss may not be finite.
         own = next((name for name, part in parts.items() if not bool(part.values.isfinite().all())), None)
         if name := next(filter(None, all_gather_objects(own, self._group)), None):
             raise self._diverged(f"{name} is not finite after step {self.progress.step}")

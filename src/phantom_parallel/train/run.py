@@ -31,15 +31,7 @@ from phantom_parallel.train import checkpoint
 from phantom_parallel.train.config import HEAL, TrainConfig
 from phantom_parallel.train.loop import Record, Summary, train
 from phantom_parallel.train.optimizer import state_keys
-from phantom_parallel.utils.files import (
-    FolderLock,
-    is_unused,
-    read_json,
-    read_text,
-    remove_scratch,
-    write_json,
-    write_text,
-)
+from phantom_parallel.utils import files
 from phantom_parallel.utils.progress import ProgressDisplay
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, MODEL = "config.json", "metrics.jsonl", "summary.json", "checkpoints", "model"
@@ -62,7 +54,7 @@ def run(config: TrainConfig, out: str | os.PathLike[str], *, resume: bool = Fals
     """
     config, path = config.with_absolute_data(), Path(out).absolute()
     joined, latest = launched_externally(), None
-    with FolderLock(path) as lock:
+    with files.FolderLock(path) as lock:
         if not joined:
             if launch_device_type(config.world) == "cpu":  # accelerators have memories of their own
                 check_memory(config)
@@ -85,7 +77,7 @@ def check_memory(config: TrainConfig) -> None:
     launching.check_memory(config.world, 4 * words + config.dp * task.data_bytes(config))
 
 
-def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> Path | None:
+def prepare(config: TrainConfig, out: Path, resume: bool, lock: files.FolderLock) -> Path | None:
     """Check the data and the folder, then make the folder and lock it. One process does this before any rank trains.
 
     Returns:
@@ -98,15 +90,15 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: FolderLock) -> P
     _check_folder(config, out, resume)
     out.mkdir(parents=True, exist_ok=True)
     lock.acquire()
-    _check_folder(config, out, resume)  # again, now that nobody else writes
+    _check_folder(config, out, resume)  # again, now that no other process writes
     for folder in (out, out / CHECKPOINTS):
-        remove_scratch(folder)
+        files.remove_scratch(folder)
     latest = last_checkpoint(out) if resume else None
     step = 0
     if latest is not None:
         step = checkpoint.open_checkpoint(latest, config)[0].step
     kind = {} if config.kind == config.family else {"kind": config.kind}
-    write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
+    files.write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
     task.prepare(config, out)
     if resume:
         _drop_after(out / METRICS, step)
@@ -123,7 +115,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     if not path.is_file():
         return family, {}
     try:
-        settings = read_json(path)
+        settings = files.read_json(path)
         healed, known = settings.pop("kind", None) == HEAL, settings.pop("family", None)
         chosen = get_family(known)
         config: type[TrainConfig] = chosen.require("heal_config") if healed else chosen.train_config
@@ -131,9 +123,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if healed != heals:
-        raise ValueError(
-            f"{out} is a folder of phantom {'model heal' if healed else 'train'}: resume it by that command"
-        )
+        raise ValueError(f"{out} is a folder of phantom {'model heal' if healed else 'train'}: resume it by that")
     if family not in (None, known):
         raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
     return known, settings
@@ -146,29 +136,27 @@ def last_checkpoint(out: Path) -> Path | None:
 
 def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
     """Raise if ``out`` is not what ``resume`` needs: a new or empty folder, or one of this training."""
-    ours, unused = (out / CONFIG).is_file(), out.is_dir() and is_unused(out)
+    ours, unused = (out / CONFIG).is_file(), out.is_dir() and files.is_unused(out)
     if not resume:
         if out.exists() and not unused:
             hint = "add --resume (resume=True) to continue the training in it, or " if ours else ""
             raise FileExistsError(f"{out} exists and is not an empty folder: {hint}choose another")
         return
-    killed_before_settings = unused and (out / FolderLock.NAME).exists()
+    killed_before_settings = unused and (out / files.FolderLock.NAME).exists()
     if last_checkpoint(out) is not None or killed_before_settings:
         return
     if not ours or (out / SUMMARY).exists() or (out / MODEL).exists():  # which starting again would replace
-        raise ValueError(
-            f"there is no checkpoint in {out / CHECKPOINTS} to resume from: restore the checkpoints, or train into "
-            "another folder without resume"
-        )
+        hint = "restore the checkpoints, or train into another folder without resume"
+        raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: {hint}")
     # Nothing was saved yet: it starts again.
     config.check_resumes(read_config(out, config.family, heals=config.kind == HEAL)[1], str(out))
 
 
 def _drop_after(path: Path, step: int) -> None:
     """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
-    lines = read_text(path).splitlines(keepends=True) if path.exists() else []
+    lines = files.read_text(path).splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith("}\n")]
-    write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
+    files.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
 class Log:
@@ -180,7 +168,7 @@ class Log:
         self._tracker: Any = None
         if tracker is not None:
             self._tracker = import_module(tracker)
-            settings = {"project": "phantom-parallel", "name": out.name, "config": read_json(out / CONFIG)}
+            settings = {"project": "phantom-parallel", "name": out.name, "config": files.read_json(out / CONFIG)}
             getattr(self._tracker, "init", dict)(**settings)
 
     def __enter__(self) -> "Log":
@@ -211,7 +199,7 @@ def _work(
     device: torch.device, config: TrainConfig, out: Path, latest: Path | None, joined: bool, resume: bool, show: bool
 ) -> Summary:
     """One rank's part."""
-    with FolderLock(out) as lock:
+    with files.FolderLock(out) as lock:
         if joined:
             check_agreement("the settings of the training", config.to_dict(), dist.group.WORLD)
             latest = broadcast_from_rank_zero(lambda: prepare(config, out, resume, lock))
@@ -232,7 +220,7 @@ def _work(
         if summary.status != "interrupted":
             _write_model(model, config, out, parallel)
         # Last, for a training that ended: the folder is complete once it is there.
-        broadcast_from_rank_zero(lambda: write_json(out / SUMMARY, asdict(summary)))
+        broadcast_from_rank_zero(lambda: files.write_json(out / SUMMARY, asdict(summary)))
     if summary.status == "interrupted":
         raise Interrupted(f"stopped at step {summary.step}")
     return summary

@@ -60,7 +60,7 @@ class Strategy:
             raise ValueError(f"the strategy {self.name} runs on one rank, got ranks={ranks}: use another one, or dp")
 
     def check_wire(self, wire: WireFormat) -> None:
-        """Raise ValueError if values cannot travel between the ranks of a model in this format."""
+        """Raise ValueError if values cannot be sent between the ranks of a model in this format."""
         check_wire(wire)
         if wire != "full" and (self.shards_rows or (self.splits_depth and wire != "bf16")):
             exchanged = "weights: leave it out" if self.shards_rows else "activations of stages: use bf16"

@@ -67,11 +67,9 @@ class FFNConfig:
 
     def features_of(self, index: int) -> tuple[int, int]:
         """Input and output features of layer ``index``."""
-        first, last = index == 0, index == self.depth - 1
-        return (
-            self.width if self.in_features is None or not first else self.in_features,
-            self.width if self.out_features is None or not last else self.out_features,
-        )
+        n_in = self.in_features if index == 0 else None
+        n_out = self.out_features if index == self.depth - 1 else None
+        return n_in or self.width, n_out or self.width
 
     @property
     def model_features(self) -> tuple[int, int]:

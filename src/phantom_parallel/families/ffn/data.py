@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phantom_parallel.distributed.launchers import is_rank_zero
-from phantom_parallel.distributed.objects import raise_on_all_ranks
+from phantom_parallel.distributed.objects import on_every_rank
 from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
 from phantom_parallel.families.ffn.fields import FIELDS, load_fields
 from phantom_parallel.families.ffn.model import FFN
@@ -97,16 +97,11 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist
         _check_rows(config.samples, config)
     if config.data in TEACHERS:
         parts = tuple((part.start, part.stop) for part in features)
-        planted, model = config.data == "planted", config.model
-        teacher = FFNConfig(
-            width=model.width,
-            depth=config.teacher_depth,
-            strategy="phantom" if planted else "dense",
-            blocks=config.teacher_blocks if planted else None,
-            ghosts=config.teacher_ghosts if planted else None,
-            in_features=model.in_features,
-            out_features=model.out_features,
-        )
+        model, cut = config.model, dict[str, Any](strategy="dense")
+        if config.data == "planted":
+            cut = {"strategy": "phantom", "blocks": config.teacher_blocks, "ghosts": config.teacher_ghosts}
+        cut |= {"in_features": model.in_features, "out_features": model.out_features}
+        teacher = FFNConfig(model.width, config.teacher_depth, **cut)
         return Data(*_teach(teacher, config.samples, config.seed, parts), features)
     if config.data in FIELDS:
         source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
@@ -119,15 +114,14 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist
         _check_rows(len(x), config)
         y = labels.unsqueeze(1) == class_of(of_targets)
         return Data(x[:, of_inputs].contiguous(), y.float(), features)
-    error = None
-    try:
+
+    def read() -> Data:
         data = read_data(Path(config.data), config.model.model_features, features)
         _check_rows(data.rows, config)
         data.check_finite(torch.arange(data.training_rows, data.rows))
-    except ValueError as raised:
-        error = raised
-    raise_on_all_ranks(error, group)
-    return data
+        return data
+
+    return on_every_rank(read, group)
 
 
 def check_data(config: FFNTrainConfig) -> None:

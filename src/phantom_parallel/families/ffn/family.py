@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.energy import PowerProfile
-from phantom_parallel.families.base import Converter, Family
+from phantom_parallel.families.base import Batches, Converter, Family
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNConfig, FFNTrainConfig
 from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
 from phantom_parallel.families.ffn.data import check_data, open_data, read_data, rows_of_step, scores
@@ -133,9 +133,7 @@ class FFNConverter(Converter):
 
     linear_layers: ClassVar[tuple[str, ...]] = ("layers.*",)
 
-    def batches(
-        self, path: Path, config: FFNConfig, data: Path, rows: int, length: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def batches(self, path: Path, config: FFNConfig, data: Path, rows: int, length: int) -> Batches:
         width = config.model_features[0]
         inputs = open_inputs(data, width)
         count = inputs.shape[0]

@@ -12,6 +12,7 @@ from phantom_parallel.utils.strategies import get_strategy
 GPTStrategy = Literal["phantom", "megatron", "dense", "lowrank", "fsdp", "pipeline"]
 TokenizerName = Literal["bytes", "bpe"]
 MODULES = ("attention.qkv.linear", "attention.out", "mlp.gate_up.linear", "mlp.down")  # in the order of their ghosts
+LayerGhosts = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
 PYTHON = "python"
 BYTES = 256
 _MAX_VOCAB = 1 << 16  # tokens are cached in two bytes
@@ -74,7 +75,7 @@ class GPTConfig:
     four. Another function than the default, with the same number of weights but for norms and ghosts."""
     ladder: bool = False
     """Attention and SwiGLU read the stream without what the one before adds (ladder residual), so that its exchange
-    travels while they compute. Another function than the default, with the same weights."""
+    overlaps with them. Another function than the default, with the same weights."""
     rope_base: PositiveFloat = field(default=10000.0, metadata=NO_OPTION)
     """Base of the rotary position embedding."""
     norm_eps: PositiveFloat = field(default=1e-5, metadata=NO_OPTION)
@@ -83,9 +84,7 @@ class GPTConfig:
     """Whether the projection to queries, keys and values has a bias."""
     rope_scaling: RopeScaling | None = field(default=None, metadata=NO_OPTION)
     """Scaling of the rotary position embedding."""
-    layer_ghosts: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt], ...] | None = field(
-        default=None, metadata=NO_OPTION
-    )
+    layer_ghosts: tuple[LayerGhosts, ...] | None = field(default=None, metadata=NO_OPTION)
     """For phantom, ghosts of qkv, out, gate_up and down of each layer in place of ``ghosts``, which is then only the
     default of new layers."""
     hidden_groups: PositiveInt = None  # type: ignore[assignment]  # set on construction
@@ -107,10 +106,8 @@ class GPTConfig:
         if self.head_dim % 2:
             raise ValueError(f"a head of {self.head_dim} features is odd: rotary embeddings need an even number")
         if self.parallel_block and (self.hidden % self.kv_heads or self.qkv_bias or self.layer_ghosts is not None):
-            raise ValueError(
-                f"with parallel_block, kv_heads={self.kv_heads} must divide hidden={self.hidden}, and there is neither "
-                "qkv_bias nor layer_ghosts"
-            )
+            divides = f"kv_heads={self.kv_heads} must divide hidden={self.hidden}"
+            raise ValueError(f"with parallel_block, {divides}, and qkv_bias and layer_ghosts must be left out")
         if self.ladder and self.strategy in ("fsdp", "pipeline"):
             raise ValueError(f"ladder is for strategies that cut layers over ranks, not {self.strategy}: leave it out")
         if self.layer_ghosts is not None and (self.blocks is None or len(self.layer_ghosts) != self.layers):
@@ -204,10 +201,8 @@ def check_interleave(interleave: int, config: GPTConfig, ranks: int, activation_
     if config.ladder and activation_checkpointing:
         raise ValueError("ladder cannot be combined with activation_checkpointing: leave one out")
     if interleave > 1 and (strategy.shards_rows or strategy.splits_depth or activation_checkpointing):
-        raise ValueError(
-            f"interleave={interleave} cannot be combined with activation_checkpointing, or with the strategies fsdp "
-            "and pipeline: leave one out"
-        )
+        others = "activation_checkpointing, or with the strategies fsdp and pipeline"
+        raise ValueError(f"interleave={interleave} cannot be combined with {others}: leave one out")
     if interleave > 1 and blocks is not None and ranks > blocks:
         raise ValueError(f"interleave={interleave} needs at most as many ranks as blocks={blocks}, got ranks={ranks}")
 
@@ -265,22 +260,16 @@ class GPTTrainConfig(TextTrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not BYTES <= self.model.vocab <= _MAX_VOCAB:
-            raise ValueError(
-                f"vocab={self.model.vocab} must be from {BYTES}, since every byte is a token, to {_MAX_VOCAB}"
-            )
+            raise ValueError(f"vocab must be from {BYTES}, for bytes, to {_MAX_VOCAB}, got {self.model.vocab}")
         strategy = get_strategy(self.strategy)
         if self.fsdp and (self.dp == 1 or strategy.shards_rows or self.stages > 1):
-            raise ValueError(
-                "fsdp shards the weights of at least 2 data-parallel copies by phantom, megatron or dense in one stage"
-                f", got dp={self.dp}, pp={self.pp} and strategy={self.strategy!r}: leave it out"
-            )
+            needs = "at least 2 data-parallel copies by phantom, megatron or dense in one stage"
+            raise ValueError(f"fsdp needs {needs}, got dp={self.dp}, pp={self.pp} and strategy={self.strategy!r}")
         self.model.check_stages(self.pp, self.interleave)
         check_interleave(self.interleave, self.model, self.ranks, self.activation_checkpointing)
         if self.micro_batch % self.interleave:
             near = nearest_divisors(self.micro_batch, self.interleave)
-            raise ValueError(
-                f"interleave={self.interleave} does not divide a micro-batch of {self.micro_batch}: {near}"
-            )
+            raise ValueError(f"interleave={self.interleave} does not divide {self.micro_batch} rows: use {near}")
         if (self.interleave > 1 or self.model.ladder) and self.fsdp:
             raise ValueError("interleave and ladder cannot be combined with fsdp: leave one out")
 

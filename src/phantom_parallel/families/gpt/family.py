@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from phantom_parallel.families.base import Converter, Family
+from phantom_parallel.families.base import Batches, Converter, Family
 from phantom_parallel.families.gpt.config import MODULES, GPTConfig, GPTTrainConfig
 from phantom_parallel.families.gpt.cost import GPTShape, build_step, step_shapes
 from phantom_parallel.families.gpt.generation import converse, measure_inference, run
@@ -27,24 +27,20 @@ _BATCH_SIZE = 8  # sequences of a batch
 
 
 class GPTConverter(Converter):
-    """Every map of a layer gets its own ghosts; embedding and head stay."""
+    """Every linear layer has a number of ghosts; embedding and head stay."""
 
     linear_layers: ClassVar[tuple[str, ...]] = tuple(f"layers.*.{name}" for name in MODULES)
     own_ghosts: ClassVar[bool] = True
 
-    def batches(
-        self, path: Path, config: GPTConfig, data: Path, rows: int, length: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def batches(self, path: Path, config: GPTConfig, data: Path, rows: int, length: int) -> Batches:
         length = min(length, config.context)
         tokens = read_tokens(path, data, config)
         windows = len(tokens) // length
         held_out = min(_HELD_OUT, windows // 5)
         used = min(-(-rows // length), windows - held_out)
         if held_out < 1 or used * length < config.hidden:
-            raise ValueError(
-                f"{data} has {len(tokens)} tokens, too few for a covariance of {config.hidden} features and a fifth "
-                "held out: give more text"
-            )
+            needed = f"a covariance of {config.hidden} features and a fifth held out"
+            raise ValueError(f"{data} has {len(tokens)} tokens, too few for {needed}: give more text")
         order = list(range(windows))
         random.Random(0).shuffle(order)
         cut = tokens[: windows * length].view(windows, length)

@@ -36,9 +36,9 @@ _LAYER_SHARE = 10  # by default one step in so many is layer by layer
 class HealConfig(TextTrainConfig):
     """A training of a converted phantom model with the dense model that it was made from as its teacher.
 
-    In the first ``layer_steps`` steps each layer learns by itself, to give the teacher's stream after the same layer:
-    the loss is the relative squared error. After that, it is the Kullback-Leibler divergence of the teacher's
-    predictions from the model's, in nats a token.
+    In the first ``layer_steps`` steps each layer is trained separately, with the teacher's stream after the same layer
+    as its target: the loss is the relative squared error. After that, it is the Kullback-Leibler divergence of the
+    teacher's predictions from the model's, in nats a token.
     """
 
     model: str
@@ -50,7 +50,7 @@ class HealConfig(TextTrainConfig):
     Python's standard library (python). A tenth of it is held out."""
     steps: PositiveInt = 500
     layer_steps: NonNegativeInt | None = None
-    """Steps at the beginning in which every layer learns by itself; by default a tenth of the steps."""
+    """Steps at the beginning in which every layer is trained separately; by default a tenth of the steps."""
     lr: PositiveFloat = 1e-4
     schedule: Schedule = "cosine"
     batch: Features = 4
@@ -71,10 +71,8 @@ class HealConfig(TextTrainConfig):
             raise ValueError(f"the teacher {self.teacher} is a phantom model: give the dense one that was converted")
         for name in ("vocab", "dim", "layers", "tie_embeddings"):
             if (of_model := getattr(model, name)) != (of_teacher := getattr(teacher, name)):
-                raise ValueError(
-                    f"the teacher {self.teacher} has {name}={of_teacher}, the model {self.model} has {of_model}: "
-                    "give the model that it was converted from"
-                )
+                given = f"{self.teacher} has {name}={of_teacher}, {self.model} has {of_model}"
+                raise ValueError(f"the teacher must be the model that was converted, but {given}")
         super().__post_init__()
         if self.layer_steps is None:
             object.__setattr__(self, "layer_steps", self.steps // _LAYER_SHARE)

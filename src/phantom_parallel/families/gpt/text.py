@@ -101,8 +101,7 @@ class BPETokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def token(self, text: str) -> int | None:
-        number: int | None = self._tokenizer.token_to_id(text)
-        return number
+        return self._tokenizer.token_to_id(text)
 
     def save(self, folder: Path) -> None:
         write_text(folder / TOKENIZER, self._tokenizer.to_str(pretty=True))
@@ -116,9 +115,7 @@ def tokenizers_library() -> Any:
     try:
         return import_module("tokenizers")
     except ImportError:
-        raise ValueError(
-            "a BPE tokenizer needs tokenizers: pip install 'phantom-parallel[bpe]', or use bytes"
-        ) from None
+        raise ValueError("bpe needs tokenizers: pip install 'phantom-parallel[bpe]', or use bytes") from None
 
 
 def _pieces(text: bytes) -> list[str]:
