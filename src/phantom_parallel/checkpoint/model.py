@@ -124,7 +124,7 @@ class StoredModel:
             self.config = _config(description, path / CONFIG, strategy)
             into = self.build(device="meta")
         elif on_meta := [name for name, tensor in into.state_dict().items() if tensor.is_meta]:
-            raise ValueError(f"{on_meta[0]} is on the meta device: give it memory first, with to_empty(device=...)")
+            raise ValueError(f"{on_meta[0]} is on the meta device: materialize it first with to_empty(device=...)")
         self.tensors = StoredTensors(path)
         owner = "the module to fill" if self.config is None else f"the model that {CONFIG} describes"
         expected = _tensors_of(into)

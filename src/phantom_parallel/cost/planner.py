@@ -174,7 +174,7 @@ class PlanRequest(PlanSettings):
             self.model.shape(Layout("phantom", 1, 1, blocks, ghosts), batch=1)
         most = min(n_in for n_in, _ in self.model.config.linear_features) // 2  # the features of one of two blocks
         if "phantom" in self.strategy and min(self.ghosts) > most:
-            raise ValueError(f"ghosts={min(self.ghosts)} is more than a block can show: use at most {most}")
+            raise ValueError(f"ghosts={min(self.ghosts)} exceeds the features of a block: use at most {most}")
 
     @property
     def memory_limit(self) -> float:

@@ -34,7 +34,7 @@ class Cache:
     def check_room(self, batch: int, more: int) -> None:
         """Raise ValueError if ``more`` positions of ``batch`` rows do not fit."""
         if batch != self.keys.shape[1]:
-            raise ValueError(f"the cache was made for a batch of {self.keys.shape[1]}, got one of {batch}")
+            raise ValueError(f"the cache has a batch size of {self.keys.shape[1]}, got {batch}")
         if self.position + more > self.length:
             filled = f"{self.length} positions and holds {self.position}"
             raise ValueError(f"the cache has room for {filled}, got {more} more: make a longer one with new_cache")

@@ -221,4 +221,4 @@ class TrainConfig(HasModel):
         before = self.from_dict(earlier).to_dict()
         for name, value in self.to_dict().items():
             if name not in self.may_change and (old := before[name]) != value:
-                raise ValueError(f"{where} was trained with {name}={old!r}, not {value!r}: resume with the same")
+                raise ValueError(f"{where} was trained with {name}={old!r}, not {value!r}: resume with the same value")

@@ -123,7 +123,7 @@ def read_config(out: Path, family: str | None = None, *, heals: bool = False) ->
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not readable as the settings of a training: {error}") from None
     if healed != heals:
-        raise ValueError(f"{out} is a folder of phantom {'model heal' if healed else 'train'}: resume it by that")
+        raise ValueError(f"{out} is of phantom {'model heal' if healed else 'train'}: resume it with that command")
     if family not in (None, known):
         raise ValueError(f"{out} holds a training of the family {known}, not {family}: phantom train {known} --resume")
     return known, settings

@@ -104,7 +104,7 @@ class GPTConfig:
                 near = nearest_divisors(total, divisor)
                 raise ValueError(f"{part}={divisor} does not divide {whole}={total}: {near} would")
         if self.head_dim % 2:
-            raise ValueError(f"a head of {self.head_dim} features is odd: rotary embeddings need an even number")
+            raise ValueError(f"dim / heads must be even for rotary embeddings, got {self.head_dim}")
         if self.parallel_block and (self.hidden % self.kv_heads or self.qkv_bias or self.layer_ghosts is not None):
             divides = f"kv_heads={self.kv_heads} must divide hidden={self.hidden}"
             raise ValueError(f"with parallel_block, {divides}, and qkv_bias and layer_ghosts must be left out")

@@ -564,7 +564,7 @@ class GPT(nn.Module):
         arguments of a layer.
         """
         if self.config.ladder:
-            raise ValueError("the layers of a ladder do not run one by one, as healing needs")
+            raise ValueError("healing does not support models with ladder")
         self._check(tokens, None, 0)
         cos, sin = (table[: tokens.shape[1]] for table in self._rotary())
         return self.embedding(tokens), cos, sin
@@ -619,4 +619,4 @@ def check_tokens(name: str, tokens: Tensor, vocab: int) -> None:
     """Raise ValueError if a token is not in the vocabulary: an accelerator would abort, or compute something else."""
     low, high = (int(token) for token in tokens.aminmax())
     if low < 0 or high >= vocab:
-        raise ValueError(f"{name} must lie from 0 to {vocab - 1}, got {low if low < 0 else high}")
+        raise ValueError(f"{name} must be from 0 to {vocab - 1}, got {low if low < 0 else high}")
