@@ -43,7 +43,7 @@ def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float], growth
             * (1 if config.blocks or config.data == "planted" else 64 / config.model.width)
         )
         points, status = [], "steps"
-        for step in range(10, config.steps + 1, 10):
+        for step in range(config.eval_every, config.steps + 1, config.eval_every):
             points.append(CurvePoint(step, math.exp(-step / tau), 0.01 * step, None))
             if config.target_loss is not None and points[-1].loss <= config.target_loss * (1 + 1e-12):
                 status = "target"
@@ -161,7 +161,7 @@ def test_steps_are_extrapolated_where_the_trend_over_sizes_allows_it(
     slow, tmp_path, monkeypatch, capsys, growth, extrapolates
 ):
     names, out = decay(monkeypatch, EQUAL | {(4, 8): 30.0}, growth), tmp_path / "out"
-    assert main([*SIZES.split(), str(out)]) == 0
+    assert main([*SIZES.split(), str(out), "--eval-every", "1"]) == 0  # so that trainings differ
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Report"))) <= 80
     assert all(name.startswith(("width=64 ", "width=128 ")) for name in names)  # 256 is not trained
@@ -185,6 +185,21 @@ def test_steps_are_extrapolated_where_the_trend_over_sizes_allows_it(
     else:
         assert said.startswith("Nothing is extrapolated from 64 and 128: up to 256 the ratio of steps may change by")
         assert data["best"] is None
+
+
+def test_a_trend_of_trainings_that_do_not_differ_has_no_interval_and_is_not_extrapolated(slow, tmp_path, monkeypatch):
+    """One candidate whose ratio of steps is the same with every seed and size, so that no spread is known."""
+    decay(monkeypatch, EQUAL | {(4, 8): 20.0})
+    words = SIZES.replace("--blocks 2 4 --ghosts 4 8", "--blocks 4 --ghosts 8 --minutes 0.2").split()
+    assert main([*words, str(tmp_path / "out")]) == 0
+    data = json.loads((tmp_path / "out" / "tune.json").read_text())
+    (trend,) = data["trends"]
+    assert {ratio for row in trend["rows"] for ratio in row["steps_ratios"]} == {1.0}
+    for value, mean in ((trend["slope"], 0.0), (trend["extrapolated_steps_ratio"], 1.0)):
+        assert (value["low"], value["high"]) == (None, None)
+        assert value["mean"] == pytest.approx(mean)
+    assert "--eval-every" in trend["refusal"]
+    assert data["best"] is None
 
 
 def test_sizes_that_give_no_trend_are_refused_before_anything_is_trained(slow, tmp_path, capsys):

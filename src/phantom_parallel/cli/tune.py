@@ -224,13 +224,17 @@ class Trend:
 
     @cached_property
     def fit(self) -> tuple[Interval, Interval] | None:
-        """The slope and the ratio at the target, with 95 % intervals; None without enough trainings."""
+        """The slope and the ratio at the target, with 95 % intervals; None without enough trainings. There are no
+        intervals where nothing is known of the spread: the trainings of each size took the same steps.
+        """
         x = [log(size) for size, ratios in self.ratios.items() for _ in ratios]
         if len(self.ratios) < 2 or not all(self.ratios.values()) or len(x) < 3:
             return None
         line: Any = stats.linregress(x, [log(ratio) for ratios in self.ratios.values() for ratio in ratios])
         count, away = len(x), log(self.target) - fmean(x)
         slope, ratio = float(line.slope), exp(line.intercept + line.slope * log(self.target))
+        if not line.stderr > 1e-9:  # rounding, or NaN where all ratios are equal
+            return Interval(slope, None, None, count), Interval(ratio, None, None, count)
         half = float(stats.t.ppf(0.975, count - 2) * line.stderr)
         factor = exp(half * sqrt(pvariance(x) + away**2))
         at_target = Interval(ratio, ratio / factor, ratio * factor, count)
@@ -241,8 +245,9 @@ class Trend:
         """Why the steps at the target are not known from the trend; None if they are."""
         if self.fit is None:
             return "the loss was not reached at every size, or there are fewer than three trainings"
-        slope = self.fit[0]
-        ends = (end for end in (slope.low, slope.high) if end is not None)
+        ends = [end for end in (self.fit[0].low, self.fit[0].high) if end is not None]
+        if not ends:
+            return "all trainings of a size took the same steps, and a smaller --eval-every may tell them apart"
         low, high = ((self.target / max(self.ratios)) ** end for end in ends)
         if low < 1 / LARGEST_CHANGE or high > LARGEST_CHANGE:
             return f"up to {self.target} the ratio of steps may change by a factor of {low:.2g} to {high:.2g}"
