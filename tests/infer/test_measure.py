@@ -43,12 +43,14 @@ def test_counts_by_hand_and_power_times_time_is_energy(ranks, size):
         # Whatever a rank did, at equal watts all seconds of all ranks count alike.
         assert cost.joules == pytest.approx(size * 7.0 / cost.items_per_second)
         assert cost.least_joules == pytest.approx(7.0 * cost.flops / 1e9)
+        assert cost.mfu == pytest.approx(BATCH * cost.flops / cost.seconds / (size * 1e9))
 
 
 def test_one_process_and_no_watts():
     models = {"phantom": build("phantom", None), "dense": build("dense", None, bias=False)}
     for name, cost in measure(models, BATCH, turns=2, meter=EnergyMeter(sources=(), device="cpu")).items():
         assert (cost.bytes, cost.blocked_share, cost.joules, cost.provenance) == (0, 0, None, "unavailable")
+        assert cost.mfu is None
         with Ledger() as ledger:
             models[name](torch.zeros(1, 16))
         assert cost.flops == ledger.flops

@@ -76,9 +76,11 @@ COST_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "energy per {}": lambda cost: (
         "unavailable" if cost["joules"] is None else f"{cost['joules']:.4g} J ({cost['provenance']})"
     ),
+    "least energy per {}": lambda cost: "" if cost["least_joules"] is None else f"{cost['least_joules']:.4g} J",
     "energy above the least": lambda cost: (
         "" if (gap := energy_gap(cost["joules"], cost["least_joules"])) is None else f"{gap:,.0%}"
     ),
+    "MFU": lambda cost: "" if cost["mfu"] is None else f"{cost['mfu']:.3%}",
 }
 
 

@@ -89,6 +89,7 @@ class Cost:
     provenance: str  # of the energy: counter, integrated_power, modelled or unavailable
     blocked_share: float  # of all ranks' time, in which they were blocked in collectives
     least_joules: float | None = None  # of the FLOPs at the peak of the profile
+    mfu: float | None = None  # share of the FLOPs that all ranks could do at that peak
     exchanges: dict[str, int] = field(default_factory=dict)  # of this rank in a call, by operation and bytes sent
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -153,15 +154,16 @@ def measure_calls(
     times = {name: np.array([rank[name] for rank in gathered]) for name in calls}  # (ranks, turns, 2)
     latencies = {name: times[name][..., 0].max(0) / repeats[name] for name in calls}
     sensed = _measure_joules(calls, latencies, meter or EnergyMeter(group, device=device), mesh)
-    costs = {}
+    costs, peak = {}, None if profile is None else profile.peak_flops
     for name, call in calls.items():
         joules, provenance = sensed.get(name, (None, Provenance.UNAVAILABLE))
         if joules is None and profile is not None:
             joules, provenance = modelled_joules(times[name], profile) / (turns * repeats[name]), Provenance.MODELLED
         total, blocked = times[name].sum((0, 1))
+        median = float(np.median(latencies[name]))
         p95 = float(np.quantile(latencies[name], 0.95, method="inverted_cdf"))
         costs[name] = Cost(
-            seconds=float(np.median(latencies[name])),
+            seconds=median,
             seconds_p95=p95 if turns >= MIN_P95_TURNS else None,
             items_per_second=call.items / float(latencies[name].mean()),
             flops=float(counts[name][0]),
@@ -170,6 +172,7 @@ def measure_calls(
             provenance=str(provenance),
             blocked_share=float(blocked / total),
             least_joules=None if profile is None else profile.least_joules(float(counts[name][0])),
+            mfu=float(counts[name][0]) * call.items / (len(times[name]) * peak * median) if peak else None,
             exchanges=dict(exchanges[name]),
         )
     return costs

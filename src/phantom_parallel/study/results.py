@@ -137,6 +137,7 @@ class InferenceResult:
     bytes_per_sample: float | None = None
     joules_per_sample: float | None = None
     least_joules_per_sample: float | None = None  # of the FLOPs at the peak of the hardware profile
+    mfu: float | None = None
     provenance: str = "unavailable"  # of the joules
     blocked_share: float | None = None
     parameters: int | None = None
