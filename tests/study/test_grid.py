@@ -377,6 +377,22 @@ def test_tokens_are_decoded_by_every_strategy(ranks, tmp_path):
         study(tmp_path, SPEED.replace("speed", "decode"))
 
 
+def test_tokens_are_timed_once_for_all_rates_of_arrivals(ranks, tmp_path):
+    text = DECODE.replace("batch = [1, 3]", "arrivals = [0.01, 5.0]").replace('"megatron", "pipeline", ', "")
+    settings, out = study(tmp_path, text), str(tmp_path / "out")
+    results, second = ranks(2)(on_a_rank, settings, out)
+    assert results.cells == second.cells
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 2 * 2  # strategies and rounds
+    for name in ("phantom", "dense@1x1"):
+        rare, often = (cell for cell in results.cells if cell.strategy == name)
+        assert (rare.settings["arrivals"], often.settings["arrivals"]) == (0.01, 5.0)
+        for first, other in zip(rare.runs, often.runs, strict=True):
+            assert (first.seconds, first.first_token_seconds) == (other.seconds, other.first_token_seconds)
+            assert first.idle_share > other.idle_share
+            assert first.served_joules_per_token > other.served_joules_per_token
+    assert ranks(2)(on_a_rank, settings, out)[0].cells == results.cells  # read again
+
+
 def test_time_to_the_loss_at_every_batch_and_resumed(tmp_path):
     settings, out = study(tmp_path, PLACES), tmp_path / "out"
     results = run_grid(settings, out)

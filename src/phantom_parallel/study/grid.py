@@ -429,12 +429,15 @@ def _time_link(
     for seed in range(settings.seeds):
         for contender in in_turn(chosen, seed):
             lr = losses.runs[models[contender.label]][seed].lr if losses else settings.search.learning_rates[0]
-            config, name = settings.config(contender, lr=lr, seed=seed), timing_name(contender, seed, link)
-            if settings.measure == "decode":
-                timings[contender].append(runner.decode(name, config, settings.decoding(contender)))
+            config = settings.config(contender, lr=lr, seed=seed)
+            if settings.measure == "decode":  # times do not depend on arrivals
+                own = tuple(pair for pair in contender.cell if pair[0] != "arrivals")
+                name = timing_name(replace(contender, cell=own), seed, link)
+                run = runner.decode(name, config, settings.decoding(contender))
             else:
+                name = timing_name(contender, seed, link)
                 run = runner.time(name, config, settings.timed_steps, limit=settings.timed_seconds)
-                timings[contender].append(run)
+            timings[contender].append(run)
     if losses is None:
         return [_cell(settings, contender, runs, link) for contender, runs in timings.items()]
     cells = []

@@ -144,7 +144,9 @@ class CellRunner:
         return self._cell(name, config, work)
 
     def decode(self, name: str, config: TrainConfig, decoding: Decoding) -> Run:
-        """Time prompts and a token after them, or read the cell of that name; the result on all ranks."""
+        """Time prompts and a token after them, or read the cell of that name; the result on all ranks. Arrivals are
+        simulated on it, so that a cell serves all their rates.
+        """
         prompt, tokens, batch, rate = decoding
 
         def work(context: ParallelContext) -> Run:
@@ -159,19 +161,24 @@ class CellRunner:
             predicted = exchange_counts(shape_of(config, decoding), native=rank_group(context.tp).native)
             observed = result["exchanges"]
             both = {key: (predicted.get(key, 0), observed.get(key, 0)) for key in predicted | observed}
-            run = replace(run, joules=self._joules(config, run), first_token_joules=first.joules, exchanges=both)
-            if self._settings.trace is not None:
-                requests = read_trace(Path(self._settings.trace))
-            elif rate is not None:
-                requests = poisson(rate, self._settings.requests, prompt, tokens, config.seed)
-            else:
-                return run
-            token, idle = Phase(seconds, run.joules or 0.0), config.ranks * power.idle_watts
-            return replace(run, **serve(requests, batch, prompt, first, token, idle))
+            return replace(run, joules=self._joules(config, run), first_token_joules=first.joules, exchanges=both)
 
-        return self._cell(name, config, work)
+        run = self._cell(name, config, work)
+        if self._settings.trace is not None:
+            requests = read_trace(Path(self._settings.trace))
+        elif rate is not None:
+            requests = poisson(rate, self._settings.requests, prompt, tokens, config.seed)
+        else:
+            return run
+        assert run.first_token_seconds is not None
+        first = Phase(run.first_token_seconds, run.first_token_joules or 0.0)
+        idle = config.ranks * self.power(config.ranks).idle_watts
+        return replace(run, **serve(requests, batch, prompt, first, Phase(run.seconds, run.joules or 0.0), idle))
 
     def _cell(self, name: str, config: TrainConfig, work: Callable[[ParallelContext], Run]) -> Run:
+        context, size = self.context_for(config), config.world
+        if self._options.local and self.device.type == "cpu":
+            torch.set_num_threads(threads_for(size))  # also where the cell is read: modelled watts count threads
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
         run = broadcast_from_rank_zero(lambda: _read_cell(path), kind=Run)
         finished = run is not None
@@ -182,10 +189,7 @@ class CellRunner:
                 raise Interrupted("stopped by a signal")
             self._display.set_total(max(self.total, self.done + 1))
             self._show(name, 0.0)
-            context, size = self.context_for(config), config.ranks * config.dp
             if context is not None:
-                if self._options.local and self.device.type == "cpu":
-                    torch.set_num_threads(threads_for(size))
                 run = work(context)
             group = self._patient if size < self._world else None
             run = broadcast_from_rank_zero(lambda: _write_cell(path, run), group, Run)
