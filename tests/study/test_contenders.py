@@ -32,8 +32,26 @@ def test_a_name_is_a_strategy_a_layout_and_a_wire(name, strategy, layout, wire):
 
 
 @pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("phantom+pp=2", (2, 2, 1)),
+        ("megatron@2x1+pp=2", (2, 2, 1)),
+        ("copies+pp=2", (1, 2, 2)),
+        ("dense@1x1+pp=4", (1, 4, 1)),
+        ("phantom+pp=4+parallel", (1, 4, 1)),
+    ],
+)
+def test_stages_divide_the_ranks(name, layout):
+    made = get_contender(name, get_family("gpt").strategies, {"ranks": 4})
+    assert (made.ranks, made.pp, made.dp) == layout
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("tensor+pp=3", "3 stages do not divide the ranks"),
+        ("tensor@2x2+pp=2", "8 ranks, and there are 4"),
+        ("tensor+pp=0", "pp"),
         ("magic", "phantom, tensor, megatron, dense"),
         ("tensor+int4", "'int4'"),
         ("copies+int8", "'copies+int8'"),

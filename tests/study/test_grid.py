@@ -393,6 +393,34 @@ def test_tokens_are_timed_once_for_all_rates_of_arrivals(ranks, tmp_path):
     assert ranks(2)(on_a_rank, settings, out)[0].cells == results.cells  # read again
 
 
+@pytest.mark.slow
+def test_stages_of_several_ranks_are_compared_at_the_same_loss(ranks, tmp_path):
+    """Two stages of two ranks compute the model of four ranks, and send what the formulas count."""
+    text = DECODE.replace('measure = "decode"', "steps = 8\ntarget_loss = 5.4\ntimed_steps = 2\ninference_batches = []")
+    text = text.replace(
+        "[[cells]]\nbatch = [1, 3]", "[search]\nlearning_rates = [0.01]\nsteps = 4\nmicro_batches = [2, 4]"
+    )
+    text = text.replace("blocks = 2", "blocks = 4").replace("seeds = 2", "seeds = 1")
+    text = text.replace("ranks = 2", "ranks = 4\nbatch = 4\nmax_bytes = 20000\neval_windows = 4\neval_every = 2")
+    names = ["phantom", "phantom+pp=2", "megatron", "megatron+pp=2", "copies+pp=2"]
+    settings = study(tmp_path, text.replace('["phantom", "megatron", "pipeline", "dense@1x1"]', json.dumps(names)))
+    results = ranks(4)(on_a_rank, settings, str(tmp_path / "out"))[0]
+    cells = {cell.strategy: cell for cell in results.cells}
+    assert [(cell.ranks, cell.pp, cell.dp, cell.world) for cell in cells.values()] == [
+        *[(4, 1, 1, 4), (2, 2, 1, 4)] * 2,
+        (1, 2, 2, 4),
+    ]
+    assert all(cell.reached == settings.seeds for cell in cells.values())
+    assert {check.model: check.differing for check in results.shared} == {"phantom": (), "dense model": ()}
+    for name in ("phantom", "megatron"):
+        assert cells[f"{name}+pp=2"].variant in ("micro_batches=2", "micro_batches=4")
+        assert cells[f"{name}+pp=2"].flops_per_step == cells[name].flops_per_step
+    assert cells["copies+pp=2"].variant == "micro_batches=2"  # of two rows for each copy
+    assert cells["phantom+pp=2"].bytes_per_step < cells["megatron+pp=2"].bytes_per_step
+    with pytest.raises(ValueError, match=r"to decode, .* got phantom\+pp=2"):
+        replace(study(tmp_path, DECODE), strategies=("phantom+pp=2",))
+
+
 def test_time_to_the_loss_at_every_batch_and_resumed(tmp_path):
     settings, out = study(tmp_path, PLACES), tmp_path / "out"
     results = run_grid(settings, out)

@@ -239,7 +239,8 @@ def _missing(measure: str, *cells: Cell) -> str:
 
 
 def _ranks(cell: Cell) -> str:
-    return f"{cell.ranks} {_TIMES} {cell.dp}" if cell.dp > 1 else f"{cell.ranks}"
+    layout = f"{cell.ranks} {_TIMES} {cell.dp}" if cell.dp > 1 else f"{cell.ranks}"
+    return f"{layout}, {cell.pp} stages" if cell.pp > 1 else layout
 
 
 def _reached(cell: Cell) -> str:

@@ -76,8 +76,8 @@ def _value(run: Run, cell: Cell, measure: str) -> float | None:
         return energy_gap(run.joules, _value(run, cell, "least_joules"))
     if measure == "mfu":
         peak, seconds = cell.peak_flops, run.step_seconds
-        return cell.flops_per_step / (cell.ranks * cell.dp * peak * seconds) if peak and seconds else None
-    hours = run.seconds * cell.ranks * cell.dp / 3600
+        return cell.flops_per_step / (cell.world * peak * seconds) if peak and seconds else None
+    hours = run.seconds * cell.world / 3600
     if measure == "rank_hours":
         return hours
     if measure == "watts_per_rank":

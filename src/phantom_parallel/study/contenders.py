@@ -2,7 +2,8 @@
 
 A name is ``BASE[@RANKSxCOPIES][+OPTION...]``. The base is an entry of `BASES`: a strategy, whose model all ranks share,
 or one such as ``copies``, in which every rank has a whole dense model. ``pipeline@2x2`` is two copies of a pipeline of
-two ranks, ``dense@1x1`` has one rank while others are idle, and ``phantom+parallel+int8`` parallel blocks and int8.
+two ranks, ``dense@1x1`` has one rank while others are idle, ``phantom+parallel+int8`` parallel blocks and int8, and
+``phantom+pp=2`` two stages, each of half the ranks.
 """
 
 import re
@@ -19,7 +20,7 @@ EXACT_WIRE: WireFormat = "full"
 DENSE = "dense model"  # the function that strategies without blocks compute
 _NAME = re.compile(r"(?P<base>[^@+]+)(@(?P<ranks>\d{1,7})x(?P<dp>\d{1,7}))?(?P<options>(\+[^@+]+)*)")
 _FUNCTIONS = {"parallel": "parallel_block", "ladder": "ladder"}  # options that are another function, and their fields
-_SCHEDULES = ("interleave", "micro_batches")  # options with a number, which change the order of the work only
+_SCHEDULES = ("interleave", "micro_batches", "pp")  # options with a number, which change the work's order and place
 # Fields of a training that belong to strategies with this property, and are left out for others.
 _FIELDS_OF = {
     "sized_by_blocks": ("blocks", "ghosts"),
@@ -72,6 +73,16 @@ class Contender:
         return labelled(self.name, dict(self.cell))
 
     @property
+    def pp(self) -> int:
+        """Stages of a pipeline, of ``ranks`` ranks each."""
+        return int(dict(self.options).get("pp", 1))
+
+    @property
+    def stages(self) -> int:
+        """Stages that micro-batches pass through."""
+        return self.ranks if self.rules.splits_depth else self.pp
+
+    @property
     def rules(self) -> Strategy:
         return STRATEGIES[self.base.strategy]
 
@@ -99,7 +110,10 @@ class Contender:
             fields["blocks"] = default_blocks(world_size(fields))  # the same model, however it is laid out
         fields |= {"strategy": self.base.strategy, "ranks": self.ranks, "dp": self.dp, "wire": self.wire}
         fields |= dict(self.tuned)
-        others = [name for kind, names in _FIELDS_OF.items() if not getattr(self.rules, kind) for name in names]
+        applies = {kind: getattr(self.rules, kind) for kind in _FIELDS_OF}
+        if self.pp > 1:  # parts of a batch pass through stages, and are not interleaved
+            applies |= {"splits_depth": True, "splits_layers": False}
+        others = [name for kind, names in _FIELDS_OF.items() if not applies[kind] for name in names]
         return {name: value for name, value in fields.items() if name not in others} | dict(self.options)
 
 
@@ -122,13 +136,6 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
             f"and options as in megatron+int8, got {name!r}"
         )
     base, total = BASES[parsed["base"]], world_size(training)
-    ranks, dp = (1, total) if base.whole else (training.get("ranks", 1), training.get("dp", 1))
-    if parsed["ranks"] is not None:
-        ranks, dp = int(parsed["ranks"]), int(parsed["dp"])
-        positive(ranks=ranks, dp=dp)
-        if ranks * dp > total:
-            raise ValueError(f"{name!r} needs {ranks * dp} ranks, and there are {total}")
-        STRATEGIES[base.strategy].check_ranks(ranks)
     rules, options = STRATEGIES[base.strategy], dict[str, Any]()
     for option in parsed["options"].split("+")[1:]:
         key, _, number = option.partition("=")
@@ -138,6 +145,17 @@ def get_contender(name: str, among: Sequence[str], training: Mapping[str, Any], 
             options[key] = int(number)
         else:
             options["wire"] = check_wire(f"{options['wire']}+{option}" if "wire" in options else option)
+    pp = options.get("pp", 1)
+    positive(pp=pp)
+    ranks, dp = (1, total // pp) if base.whole else (training.get("ranks", 1) // pp, training.get("dp", 1))
+    if parsed["ranks"] is not None:
+        ranks, dp = int(parsed["ranks"]), int(parsed["dp"])
+        positive(ranks=ranks, dp=dp)
+        rules.check_ranks(ranks)
+    elif ranks * pp * dp != total:
+        raise ValueError(f"{name!r}: {pp} stages do not divide the ranks evenly: give a layout as in phantom@2x1+pp=2")
+    if ranks * pp * dp > total:
+        raise ValueError(f"{name!r} needs {ranks * pp * dp} ranks, and there are {total}")
     sends_features = ranks > 1 and rules.splits_layers
     wire: WireFormat = options.pop("wire", training.get("wire", EXACT_WIRE) if sends_features else EXACT_WIRE)
     if wire != EXACT_WIRE and not sends_features and not (ranks > 1 and rules.splits_depth):

@@ -81,7 +81,7 @@ def run_grid(settings: Settings, out: Path, *, resume: bool = False, show: bool 
     load_power_profile(settings.profile)
     for config in settings.configs():  # mistakes in the data, the memory or the watts, before any rank starts
         config.task().check(config)
-        if local and launch_device_type(config.ranks * config.dp) == "cpu":
+        if local and launch_device_type(config.world) == "cpu":
             check_memory(config)
     with FolderLock(out) as lock:
         networks, no_hosts = resolve_networks(settings, settings.configs()[0].dtype, out)
@@ -462,6 +462,7 @@ def _cell(settings: Settings, contender: Contender, runs: Iterable[Run], link: s
     return Cell(
         strategy=contender.name,
         ranks=contender.ranks,
+        pp=contender.pp,
         dp=contender.dp,
         batch=decoding.batch if decoding else config.batch,
         local_batch=None if decoding else config.batch // config.row_shards,
@@ -511,7 +512,7 @@ def _measure_inference(settings: Settings, runner: CellRunner) -> dict[str, list
     configs = {
         contender.name: settings.config(contender)
         for contender in settings.contenders
-        if (contender.ranks, contender.wire) == (settings.training.get("ranks", 1), EXACT_WIRE)
+        if (contender.ranks, contender.pp, contender.wire) == (settings.training.get("ranks", 1), 1, EXACT_WIRE)
         and not (contender.rules.shards_rows or contender.rules.splits_depth)
     }
     if settings.cells != ({},) or settings.measure != "loss" or not configs:

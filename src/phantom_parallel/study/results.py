@@ -174,8 +174,14 @@ class Cell:
     least_joules_per_step: float | None = None  # of the FLOPs at the peak and watts of the hardware profile
     peak_flops: float | None = None  # FLOP/s of a rank there; None without a hardware profile
     local_batch: int | None = None  # rows of a step that a rank works on
+    pp: int = 1  # stages of a pipeline, of ``ranks`` each
     new_tokens: int | None = None  # of a request, where tokens are decoded
     inference: tuple[InferenceResult, ...] = ()  # one for each batch size
+
+    @property
+    def world(self) -> int:
+        """Ranks of all stages and copies."""
+        return self.ranks * self.pp * self.dp
 
     @property
     def reached(self) -> int:

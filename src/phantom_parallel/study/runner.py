@@ -122,7 +122,7 @@ class CellRunner:
     ) -> None:
         self.device, self.done, self.total = device, 0, 0  # cells that are finished, and about how many there are
         self._settings, self._options, self._display, self._stop = settings, options, display, stop
-        self._contexts: dict[tuple[int, int], ParallelContext | None] = {}
+        self._contexts: dict[tuple[int, int, int], ParallelContext | None] = {}
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._patient = dist.new_group(timeout=IDLE_TIMEOUT) if self._world > 1 else None
         display.stage("starting", 0)
@@ -204,14 +204,14 @@ class CellRunner:
 
     def context_for(self, config: TrainConfig) -> ParallelContext | None:
         """The parallel context of this rank in a training, with the timeout of the settings; None if it has no part."""
-        key = ranks, dp = config.ranks, config.dp
+        key = ranks, dp, pp = config.ranks, config.dp, config.pp
         if self._world == 1:
             return ParallelContext(device=self.device)
         if key not in self._contexts:
             timeout = timedelta(seconds=self._settings.timeout)
-            group = dist.new_group(range(ranks * dp), timeout=timeout)  # collective over all ranks, as the mesh is
-            context = ParallelContext.create(ranks, dp, self.device, group)
-            self._contexts[key] = context if dist.get_rank() < ranks * dp else None
+            group = dist.new_group(range(config.world), timeout=timeout)  # collective over all ranks, as the mesh is
+            context = ParallelContext.create(ranks, dp, self.device, group, pp=pp)
+            self._contexts[key] = context if dist.get_rank() < config.world else None
         return self._contexts[key]
 
     def power(self, ranks: int) -> PowerProfile:
@@ -247,7 +247,7 @@ class CellRunner:
         """Modelled energy of all ranks, which in steps compute or are blocked; None where the time is not split."""
         if spent.compute_seconds is None or spent.blocked_seconds is None:
             return None
-        return self.power(config.ranks * config.dp).joules(spent.compute_seconds, spent.blocked_seconds)
+        return self.power(config.world).joules(spent.compute_seconds, spent.blocked_seconds)
 
 
 def _measured(window: Window) -> dict[str, Any]:

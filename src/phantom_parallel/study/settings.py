@@ -36,7 +36,7 @@ Folder = Literal["presets", "studies"]
 LOOPBACK = "loopback"  # the link of ranks without hosts
 SEARCH_PREFIX = "search_"  # of options of the search, whose names the grid has too
 _CELL_SETTINGS = ("strategy", "batch_per_rank", "samples_per_rank", *REQUEST)  # of cells, besides those of a training
-_SET_HERE = {"strategy", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep", "tracker"}
+_SET_HERE = {"strategy", "pp", "lr", "seed", "steps", "target_loss", "log_every", "checkpoint_every", "keep", "tracker"}
 
 
 def training_fields(family: object) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class SearchSettings:
     """How many times the learning rates may be extended beyond an end of the list."""
     micro_batches: tuple[PositiveInt, ...] = ()
     """Numbers of micro-batches to try for pipelines, of which the one with the shortest step is used; by default 1, 2
-    and 4 times their ranks."""
+    and 4 times their stages."""
     interleave: tuple[PositiveInt, ...] = ()
     """Numbers of interleaved parts of a batch to try, for strategies that cut layers over ranks; the one with the
     shortest step is used. If empty, that of the training."""
@@ -106,8 +106,8 @@ class Settings:
     strategies: tuple[str, ...] = ("phantom", "tensor", "megatron")
     """What to compare: strategies, also as copies of the model (copies, phantom-copies), in a layout of ranks x copies
     (phantom@2x2, dense@1x1 on one rank), or with options: another format of exchanged values (tensor+int8), and of
-    transformers parallel, ladder, interleave=N and micro_batches=N (phantom+parallel+int8); small-dense is the smallest
-    dense model that reaches the loss."""
+    transformers parallel, ladder, interleave=N, micro_batches=N and, for N stages of equally many ranks, pp=N
+    (phantom+parallel+int8, megatron+pp=2); small-dense is the smallest dense model that reaches the loss."""
     measure: Literal["loss", "speed", "decode"] = "loss"
     """Whether to train to the loss, to time steps only, or to time a prompt and a token that is decoded after it."""
     target_loss: float | None = None
@@ -168,8 +168,8 @@ class Settings:
             raise ValueError(f"strategies must be one or more, each once, got {list(self.strategies)}")
         if self.measure == "decode":
             get_family(self.family).require("text_generation")
-            if trains := [each.name for each in self.contenders if each.dp > 1 or each.rules.shards_rows]:
-                raise ValueError(f"to decode, strategies must be of one copy and not fsdp, got {trains[0]}")
+            if trains := [each.name for each in self.contenders if each.dp * each.pp > 1 or each.rules.shards_rows]:
+                raise ValueError(f"to decode, strategies must be of one copy, without pp and not fsdp, got {trains[0]}")
             for each in self.contenders:
                 self.decoding(each)
             if self.trace is not None:
@@ -223,14 +223,14 @@ class Settings:
     def variants(self, contender: Contender) -> tuple[Contender, ...]:
         """What a contender may be tuned to, of which the one with the shortest step is used."""
         chosen = dict(contender.options).keys() & {"interleave", "micro_batches"}
-        if self.measure == "decode" or contender.ranks == 1 or chosen:
+        if self.measure == "decode" or contender.ranks * contender.pp == 1 or chosen:
             return (contender,)
         if contender.rules.shards_rows:
             return tuple(contender.tuned_to(reshard_after_forward=frees) for frees in (True, False))
-        if contender.rules.splits_depth:
-            numbers = self.search.micro_batches or tuple(times * contender.ranks for times in (1, 2, 4))
+        if contender.stages > 1:
+            numbers = self.search.micro_batches or tuple(times * contender.stages for times in (1, 2, 4))
             rows = int((self.training | dict(contender.cell)).get("batch", 0)) // contender.dp
-            fitting = [number for number in numbers if number >= contender.ranks and rows % number == 0]
+            fitting = [number for number in numbers if number >= contender.stages and rows % number == 0]
             return tuple(contender.tuned_to(micro_batches=number) for number in fitting or numbers)
         return tuple(contender.tuned_to(interleave=parts) for parts in self.search.interleave) or (contender,)
 
