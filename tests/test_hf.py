@@ -43,6 +43,16 @@ def test_a_converted_model_comes_back_through_from_pretrained(tmp_path, kind):
     torch.testing.assert_close(third(tokens).logits, model(tokens).logits)
 
 
+def test_an_older_transformers_is_refused_before_a_model_is_converted(monkeypatch):
+    assert (phantom_hf.convert, phantom_hf.replace_linear) == (convert, replace_linear)
+    monkeypatch.delitem(sys.modules, "phantom_parallel.hf")
+    monkeypatch.setitem(sys.modules, "transformers.distributed.parallel_utils", None)
+    model = make("gpt2")
+    with pytest.raises(ImportError, match=f"needs transformers 5.22 or newer, and {transformers.__version__} is"):
+        convert(model, [torch.zeros(2, 8, dtype=torch.int64)], blocks=4, ghosts=2, loss=lambda *_: 0.0)
+    assert not any(isinstance(module, PhantomLinear) for module in model.modules())
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A converted model, saved."""

@@ -11,12 +11,17 @@ model's own plan is used, or where ``transformers`` has none, phantom layers tak
 
     plan = DistributedConfig(tp_size=2, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)  # torchrun --nproc-per-node 2
+
+``convert`` and ``replace_linear`` are those of `phantom_parallel`: calibration data are batches of keywords with their
+attention masks, a ``DataLoader`` of such, or a dataset with ``input_ids``.
 """
 
 import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
+from importlib.metadata import version
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,14 +30,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import TensorParallelLayer, replace_layer_number_by_wildcard
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    installed = find_spec("transformers") and version("transformers")
+    raise ImportError(
+        f"phantom_parallel.hf needs transformers 5.22 or newer, and {installed or 'none'} is installed: "
+        "pip install 'transformers>=5.22'"
+    ) from error
+
+from phantom_parallel import convert, replace_linear
 from phantom_parallel.energy.meter import RunningEnergy
 from phantom_parallel.infer.evaluate import EvalConfig, Report, evaluate_text, read_texts
 from phantom_parallel.nn.linear import PhantomLinear
@@ -44,6 +58,7 @@ METHOD = "phantom_parallel.hf"  # transformers shows it where this module was no
 _MARKER = "weight"
 
 __all__ = ["EnergyCallback", "PhantomConfig", "PhantomQuantizer", "PhantomStyle", "describe", "fitting_ranks"]
+__all__ += ["convert", "replace_linear"]
 
 
 @register_quantization_config(METHOD)

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from hashlib import sha256
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -566,7 +567,7 @@ def convert(
     batches = read_batches(batches)
     if not batches:
         raise ValueError("batches is empty: give calibration data")
-    if loss is None and _is_pretrained(model) and type(model).__name__.endswith("ForCausalLM"):
+    if _is_pretrained(model) and loss is None and type(model).__name__.endswith("ForCausalLM"):
         loss = next_token_loss
     with _evaluating(model):
         conversion = _Conversion(model, layers, batches, blocks, steps, loss, folder, progress or (lambda *_: None))
@@ -606,9 +607,12 @@ def replace_linear(
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    """Whether this is a model of ``transformers``."""
+    """Whether this is a model of ``transformers``; ImportError where that is too old to know phantom layers."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return False
+    import_module("phantom_parallel.hf")
+    return True
 
 
 def _describe(model: nn.Module) -> None:
