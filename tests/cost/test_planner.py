@@ -41,7 +41,7 @@ def test_every_strategy_has_a_layout_or_a_reason() -> None:
     largest = max(c.memory_bytes for c in plan(tight).candidates if c.layout.strategy != "dense")
     answer = plan(PlanRequest(**vars(tight) | {"memory_gib": largest / GIB}))
     assert list(answer.missing) == ["dense"]
-    assert "dense on 1 ranks needs" in answer.missing["dense"]
+    assert "dense on 1 rank needs" in answer.missing["dense"]
     assert "GiB a device, more than" in answer.missing["dense"]
     odd = plan(PlanRequest(**vars(tight) | {"strategy": ("dense", "tensor-2d")}))
     assert odd.missing == {"tensor-2d": "tensor-2d: no layout on up to 8 devices"}

@@ -27,20 +27,26 @@ def slow(tmp_path, monkeypatch):
     return "slow"
 
 
-def decay(monkeypatch, scale: dict[tuple[int | None, int | None], float], growth: float = 0.0) -> list[str]:
+def decay(
+    monkeypatch, scale: dict[tuple[int | None, int | None], float], growth: float = 0.0, parallel=1.0
+) -> list[str]:
     """Let losses decay exponentially over the steps of ``scale``, by blocks and ghosts, at the rate 0.002 and slower at
-    others; those of phantom models grow with a power of the width. Returns the trainings that were run.
+    others; those of phantom models grow with a power of the width, and parallel blocks have their factor. Returns the
+    trainings that were run.
     """
     names = []
 
     def train(self, config, context, name):
         names.append(name)
+        model, text = config.model, config.data == "python"  # of which smaller models do not reach the loss
+        size = model.dim if text else model.width
         tau = (
             scale[config.blocks, config.ghosts]
             * (1 + abs(math.log(config.lr / 2e-3)))
             * (1 + 0.01 * (config.seed % 1000))
-            * (config.model.width / 64 if config.blocks else 1) ** growth
-            * (1 if config.blocks or config.data == "planted" else 64 / config.model.width)
+            * (size / 64 if config.blocks else 1) ** growth
+            * (1 if config.blocks or config.data == "planted" else 64 / size) ** (20 if text else 1)
+            * (parallel if text and model.parallel_block else 1)
         )
         points, status = [], "steps"
         for step in range(config.eval_every, config.steps + 1, config.eval_every):
@@ -147,7 +153,7 @@ def test_several_nodes_are_started_by_srun(slow, tmp_path, monkeypatch, capsys):
 
 def test_nothing_is_trained_where_no_phantom_model_has_a_cheaper_step(slow, tmp_path, capsys):
     data = answered(capsys, *WORDS.split(), "--hardware", "dgx-a100", "--out", tmp_path / "out")
-    assert data["verdict"].startswith("Do not use phantom here: no candidate has a cheaper step than dense on 1 ranks")
+    assert data["verdict"].startswith("Do not use phantom here: no candidate has a cheaper step than dense on 1 rank")
     assert data["best"] is None
     assert not list((tmp_path / "out" / "cells").glob("*"))
 
@@ -208,6 +214,33 @@ def test_sizes_that_give_no_trend_are_refused_before_anything_is_trained(slow, t
     assert "--widths needs at least two sizes below --width 256, got 64" in message
     assert "66" in refused(capsys, *SIZES.replace("64 128", "66 128").split(), out)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_phantom_and_the_dense_model_each_get_the_better_block(slow, tmp_path, monkeypatch, capsys, factor):
+    """Parallel blocks have cheaper steps, which pay where the loss needs no more of them."""
+    decay(monkeypatch, EQUAL, parallel=factor)
+    words = "tune gpt --dim 64 --layers 2 --heads 4 --context 16 --batch 32 --max-bytes 20000 --devices 4 --blocks 2 4"
+    words += " --ghosts 4 8 --steps 80 --hardware slow --json --parallel-block"
+    costs = {}
+    for block in ("no", "both"):
+        assert main([*words.split(), block, "--out", str(tmp_path / block)]) == 0
+        costs[block] = json.loads(capsys.readouterr().out)
+    serial, both = costs["no"], costs["both"]
+    better = factor == 1.0
+    assert both["dense"].get("parallel_block", False) is both["best"].get("parallel_block", False) is better
+    assert {row.get("parallel_block", False) for row in both["candidates"]} == {False, True}
+    assert ("--parallel-block" in both["command"]) is better
+    assert "--parallel-block" not in serial["command"]
+    for model in ("best", "dense"):
+        assert (both[model]["step_seconds"] < serial[model]["step_seconds"]) is better
+    assert both["best"]["steps_ratio"]["mean"] == pytest.approx(1.0)
+    plan = (
+        "plan gpt --vocab 256 --dim 64 --layers 2 --heads 4 --context 16 --batch 32 --devices 4 --hardware slow --tuned"
+    )
+    assert main([*plan.split(), str(tmp_path / "both")]) == (2 if better else 0)
+    dims = words.replace("--dim 64", "--dim 64 --dims 16 32")
+    assert main([*dims.split(), "both", "--out", str(tmp_path / "dims")]) == 2
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ class PlanOptions(ModelOptions, WireOption, PlanSettings, JsonOption):
             best = decode_json(path.read_bytes(), dict[str, Any], str(path)).get("best")
             if not best:
                 raise ValueError(f"{path} has no phantom model that reached the loss: give --blocks and --ghosts")
+            if best.get("parallel_block") and not self.model_sizes.settings.get("parallel_block"):
+                raise ValueError(f"{path} recommends parallel blocks: give --parallel-block")
             settings |= {"blocks": (best["blocks"],), "ghosts": (best["ghosts"],)}
             steps = best["steps_ratio"]["mean"]
         answer = plan(PlanRequest(model=self.model_sizes, profile=load_profile(self.hardware), **settings))

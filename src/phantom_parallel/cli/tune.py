@@ -4,7 +4,8 @@ What a phantom model computes depends on its blocks and ghosts and not on ranks,
 how many steps it needs to a loss, and the planner what a step costs on the target machine.
 
 candidates  blocks and ghosts whose best layout on the machine has a cheaper step than the best one of the dense model
-dense       a search for the learning rate, and a training for each seed; their loss is the target unless one is given
+dense       a search for the learning rate, and a training for each seed; their loss is the target unless one is given.
+            With --parallel-block both, it is trained with these blocks too, and the cheaper of the two is the baseline
 rungs       every candidate has the same search in short trainings. The half with the least estimated cost to the loss
             is trained twice as long, and so on: at equal loss, its steps over those of the dense model, times its step
 finals      the best are trained to the target, once for each seed; and, if time is left, the smallest dense model too
@@ -42,11 +43,13 @@ from phantom_parallel.study.grid import find_smaller, in_turn, search, to_target
 from phantom_parallel.study.results import Run
 from phantom_parallel.study.runner import RunOptions, cell_runner, prepare_folder
 from phantom_parallel.study.settings import SearchSettings, Settings, training_fields
-from phantom_parallel.study.units import Interval, format_interval, format_ratio, listed, quantity
+from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, quantity
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock, json_text, write_json
 from phantom_parallel.utils.settings import Setting
 from phantom_parallel.utils.strategies import PLANNED, WireFormat, wire_suffix
+
+Train = Callable[[str, TrainConfig], Run]  # the training of a name
 
 RESULT = "tune.json"
 FINALISTS = 3
@@ -54,6 +57,8 @@ LARGEST_CHANGE = 1.25  # of the ratio of steps, by the interval of its trend, up
 AT_MOST = 3  # times the dense model's steps that a phantom model is trained for
 # Parts of the budget: for the dense model's seeds, for searches of phantom models, and up to the last rung.
 _DENSE_SHARE, _SEARCH_SHARE, _RUNGS_SHARE = 0.25, 0.3, 0.6
+_PARALLEL = "parallel_block"
+_AS_MANY = Interval(1.0, None, None, 1)  # steps relative to the dense model, where the cost of one is compared
 _HELP = """Find the blocks and ghosts with which {title} reach the dense model's loss at the least time or energy on a
 machine, or that phantom does not pay there. Other families: {others}.
 
@@ -118,6 +123,8 @@ class TuneOptions(Tf32Option, JsonOption):
         devices = self.devices or int(profile.devices_per_node.value)
         training = {name: getattr(self, name) for name in self.training} | {"eval_every": self.eval_every}
         search = SearchSettings(self.learning_rates, steps=max(1, self.steps // 4, training.get("warmup", 0) + 1))
+        block = getattr(self, _PARALLEL, None)  # of families that have it
+        training |= {} if block is None else {_PARALLEL: block == "yes"}
         run: Any = {name: getattr(self, name) for name in ("family", "steps", "target_loss", "seeds")}
         settings = Settings(name="tune", training=training, strategies=("dense",), search=search, **run)
         config = settings.configs()[0]
@@ -132,10 +139,13 @@ class TuneOptions(Tf32Option, JsonOption):
         if sizes and (len(sizes) < 2 or sizes[-1] >= training[self.size]):
             given, target = " ".join(map(str, sizes)), f"--{self.size} {training[self.size]}"
             raise ValueError(f"--{self.size}s needs at least two sizes below {target}, got {given}")
+        if sizes and block == "both":
+            raise ValueError(f"--{self.size}s extrapolates one model: give --parallel-block yes or no")
         out = self.out or Path(f"tune-{self.family}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
         options = RunOptions(out.absolute(), self.resume, show=True)
         with launch_defaults(device=self.device, tf32=self.tf32, announces=True):
-            grid, place = product(blocks, self.ghosts), (self.size, sizes, self.wire)
+            grid = product((False, True) if block == "both" else (False,), blocks, self.ghosts)
+            place = (self.size, sizes, self.wire)
             result = tune(settings, request, grid, options, self.minutes, *place)
         command = _command(result, self)
         data = {"verdict": result.verdict, "pays": result.pays, "command": command} | result.to_dict()
@@ -146,9 +156,8 @@ class TuneOptions(Tf32Option, JsonOption):
             return
         console = Console(highlight=False)
         console.print(result.verdict, markup=False, style="bold")
-        console.print(_table(result))
-        if result.trends:
-            console.print(_trend_table(result))
+        for part in (*_table(result), *(_trend_table(result) if result.trends else ())):
+            console.print(part)
         console.print(f"Train {'it' if result.winner else 'the dense model'} with:", markup=False)
         console.print(command, markup=False, soft_wrap=True)
         console.print(f"Report: {page}", markup=False, soft_wrap=True)
@@ -160,7 +169,11 @@ def options_for(family: str | None, arguments: list[str]) -> tuple[type[Any], di
     known = get_family(family).train_config.settings()
     settings = {name: known[name] for name in training_fields(family) if name not in _HIDDEN}
     text = _HELP.format(title=get_family(family).title, others=other_families("tune", family))
-    defaults = {name: setting.default for name, setting in settings.items()}
+    defaults = {name: setting.default for name, setting in settings.items() if name != _PARALLEL}
+    if _PARALLEL in settings:
+        doc = "Attention and SwiGLU side by side after one norm: another function, with half the exchanges of a layer. "
+        doc += "With both, phantom and the dense model each get what reaches the loss at the least cost."
+        settings[_PARALLEL] = Setting(Literal["no", "yes", "both"], "no", doc)
     size = next((name for name in ("width", "dim") if name in settings), "")
     if size:
         doc = f"Measure at these sizes in place of --{size}, and extrapolate the steps where their trend allows it."
@@ -179,7 +192,7 @@ class Tuned:
     estimated: bool = True  # whether the steps are those to the loss of a short training, and not to the target
     reached: bool = False  # whether it reached the target with every seed
     ratios: tuple[float, ...] = ()  # the steps of each seed
-    own: Pairs = ()  # sizes and learning rate of a smaller dense model
+    own: Pairs = ()  # parallel blocks, or sizes and learning rate of a smaller dense model
 
     def to_the_loss(self, kind: str) -> Interval | None:
         """The ``time`` or ``energy`` to the loss."""
@@ -193,6 +206,11 @@ class Tuned:
     def cost(self) -> Interval | None:
         """The cost to the loss, in the measure of the goal."""
         return self.to_the_loss(self.goal)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it has parallel blocks, where those are candidates."""
+        return bool(dict(self.own).get(_PARALLEL))
 
     @property
     def mean_cost(self) -> float:
@@ -278,6 +296,7 @@ class TuneResult:
     skipped: int  # candidates whose step is not cheaper than the dense model's
     trends: tuple[Trend, ...] = ()  # over the sizes that were measured in place of the model's
     small: Tuned | None = None  # the smallest dense model that reaches the target
+    parallel: bool = False  # whether the dense model's best has parallel blocks, where those are candidates
     wires: tuple[WireFormat, ...] = ("full",)  # formats that layouts may use
 
     @property
@@ -301,8 +320,9 @@ class TuneResult:
     def verdict(self) -> str:
         """The recommendation in one sentence."""
         request, best, small, more = self.request, self.best, self.small, ""
-        against = f"{self.dense.layout}{wire_suffix(self.dense.wire)}, the best layout of the dense model on up to "
-        against += f"{request.devices} devices of {request.profile.name}"
+        block = ", parallel block" if self.parallel else ""
+        against = f"{self.dense.layout}{block}{wire_suffix(self.dense.wire)}, the best layout of the dense model on up "
+        against += f"to {request.devices} devices of {request.profile.name}"
         if not self.rates:
             return f"Do not use phantom here: no candidate has a cheaper step than {against}."
         if self.trends:
@@ -315,8 +335,8 @@ class TuneResult:
                 f"Do not use phantom here: no candidate reached the loss {self.target:.4g} of the dense model within "
                 f"{AT_MOST} times its steps."
             )
-        layout = best.layout.layout
-        model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts{wire_suffix(best.layout.wire)}"
+        layout, block = best.layout.layout, ", parallel block" if best.parallel else ""
+        model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts{block}{wire_suffix(best.layout.wire)}"
         loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
         cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
         if small is not None and small.cost is not None:
@@ -340,7 +360,8 @@ class TuneResult:
             "hardware": request.profile.name,
             "goal": request.goal,
             "target_loss": self.target,
-            "dense": {**dense.layout._asdict(), "wire": dense.wire, **step, "steps": list(self.dense_steps)},
+            "dense": {**dense.layout._asdict(), "wire": dense.wire, **step, "steps": list(self.dense_steps)}
+            | ({_PARALLEL: True} if self.parallel else {}),
             "learning_rates": dict(self.rates),
             "candidates": [model.to_dict() for model in self.models],
             "best": self.best.to_dict() if self.best else None,
@@ -352,28 +373,30 @@ class TuneResult:
 def tune(
     settings: Settings,
     request: PlanRequest,
-    grid: Iterable[tuple[int, int]],
+    grid: Iterable[tuple[bool, int, int]],
     options: RunOptions,
     minutes: float,
     size: str = "",
     sizes: Sequence[int] = (),
     wires: Sequence[WireFormat] = ("full",),
 ) -> TuneResult:
-    """Find the blocks and ghosts of the ``grid`` that reach the dense loss at the least cost, in about ``minutes``.
+    """Find the blocks and ghosts of the ``grid`` (and parallel blocks or not) that reach the dense loss at the least
+    cost, in about ``minutes``.
 
     With ``sizes`` in ascending order, values of the setting ``size``, steps are measured at these and extrapolated.
     Layouts may use any format of ``wires``.
     """
     dense = _best_layout(request, wires)
     models, reasons = list[Tuned](), list[str]()
-    for blocks, ghosts in grid:
+    for parallel, blocks, ghosts in grid:
         try:  # models that are not possible are refused
             replace(settings, cells=({"strategy": "phantom", "blocks": blocks, "ghosts": ghosts},))
-            own = _best_layout(request, wires, phantom=True, blocks=(blocks,), ghosts=(ghosts,))
+            kind = {_PARALLEL: True} if parallel else {}
+            own = _best_layout(request, wires, kind, phantom=True, blocks=(blocks,), ghosts=(ghosts,))
         except ValueError as error:
             reasons.append(str(error))
         else:  # as if it needed as many steps as the dense model
-            models.append(Tuned(own, dense, request.goal, Interval(1.0, None, None, 1)))
+            models.append(Tuned(own, dense, request.goal, _AS_MANY, own=tuple(kind.items())))
     if not models:
         raise ValueError(f"no phantom model of these blocks and ghosts is possible: {reasons[0]}")
     cheaper = [model for model in models if model.mean_cost < 1]
@@ -400,8 +423,23 @@ def tune(
     return _extrapolated(result, measured, settings.training[size])
 
 
-def _best_layout(request: PlanRequest, wires: Sequence[WireFormat], *, phantom: bool = False, **own: Any) -> Candidate:
-    """The best layout of the dense model, or of a phantom model, over formats on the wire."""
+def _suffix(parallel: bool) -> str:
+    """What the name of a contender has for parallel blocks."""
+    return "+parallel" if parallel else ""
+
+
+def _best_layout(
+    request: PlanRequest,
+    wires: Sequence[WireFormat],
+    sizes: Mapping[str, Any] | None = None,
+    *,
+    phantom: bool = False,
+    **own: Any,
+) -> Candidate:
+    """The best layout of the dense model, or of a phantom model, over formats on the wire; ``sizes`` are those settings
+    of the model that are not those of the request.
+    """
+    own["model"] = replace(request.model, settings={**request.model.settings, **(sizes or {})})
     strategy = tuple(name for name in request.strategy if (name == "phantom" if phantom else PLANNED[name].same_model))
     plans = [plan(replace(request, strategy=strategy, wire=wire, **own)) for wire in wires]
     return min((each for answer in plans for each in answer.candidates), key=partial(rank_by, request.goal))
@@ -409,9 +447,11 @@ def _best_layout(request: PlanRequest, wires: Sequence[WireFormat], *, phantom: 
 
 def _cells(models: Sequence[Tuned]) -> tuple[dict[str, Any], ...]:
     """The dense model and the phantom models as cells of a grid."""
-    layouts = (model.layout.layout._asdict() for model in models)
-    kept = ("strategy", "blocks", "ghosts")
-    return {"strategy": "dense"}, *({name: layout[name] for name in kept} for layout in layouts)
+    cells: list[dict[str, Any]] = [{"strategy": "dense"}]
+    for model in models:
+        layout, name = model.layout.layout, f"phantom{_suffix(model.parallel)}"
+        cells.append({"strategy": name, "blocks": layout.blocks, "ghosts": layout.ghosts})
+    return tuple(cells)
 
 
 def _extrapolated(result: TuneResult, measured: Mapping[int, TuneResult], target: int) -> TuneResult:
@@ -468,6 +508,9 @@ def _measure(
             runs.append(train(f"dense seed={config.seed} lr={config.lr:g}", config))
         target = _target(settings, runs)
         runs = [to_target(run, target, settings.steps, None) for run in runs]
+        if any(model.parallel for model in result.models):
+            result, runs = _with_parallel(result, replace(settings, target_loss=target), runs, train, rates)
+            named = {label: replace(model, dense=result.dense) for label, model in named.items()}
         affordable = max(FINALISTS, int(_SEARCH_SHARE * budget / max(one_search, 1e-9)))
         phantoms = phantoms[:: -(-len(phantoms) // affordable)]  # evenly over blocks and ghosts
         named = {contender.label: named[contender.label] for contender in phantoms}
@@ -505,25 +548,48 @@ def _measure(
     return replace(result, target=target, dense_steps=dense_steps, rates=rates, models=tuple(ordered))
 
 
-def _with_smaller(
-    result: TuneResult, settings: Settings, runs: Sequence[Run], train: Callable[[str, TrainConfig], Run]
-) -> TuneResult:
+def _with_parallel(
+    result: TuneResult, settings: Settings, runs: list[Run], train: Train, rates: dict[str, float]
+) -> tuple[TuneResult, list[Run]]:
+    """The result and the dense model's runs, with parallel blocks if they reach the target loss at less cost."""
+    settings = replace(settings, cells=({"strategy": "dense+parallel"},), steps=AT_MOST * settings.steps)
+    (contender,) = settings.contenders
+    config = partial(settings.config, contender, seed=settings.search.seed)
+    tried = search({contender.label: config}, settings.search, train)[contender.label]
+    rates[contender.label] = lr = next(trial.lr for trial in tried if trial.chosen)
+    model, trained = _dense_model(result, settings, runs, train, {_PARALLEL: True}, lr)
+    if model is None or model.mean_cost >= 1:
+        return result, runs
+    return replace(result, dense=model.layout, parallel=True), trained
+
+
+def _with_smaller(result: TuneResult, settings: Settings, runs: Sequence[Run], train: Train) -> TuneResult:
     """The result with the smallest dense model that reaches the target loss, if there is one on the same data."""
+    name = f"{SMALL_DENSE}{_suffix(result.parallel)}"
     try:
-        settings = replace(settings, cells=({"strategy": SMALL_DENSE},), steps=AT_MOST * settings.steps)
+        settings = replace(settings, cells=({"strategy": name},), steps=AT_MOST * settings.steps)
     except ValueError:  # the data come from a teacher of the size of the model
         return result
     sizes, lr = find_smaller(settings, train)
-    contender, target = replace(settings, smaller=sizes).contenders[0], settings.target_loss
-    configs = [settings.config(contender, lr=lr, seed=run.seed, target=target) for run in runs if sizes]
-    trained = [train(f"{contender.label} {contender.variant} seed={config.seed}", config) for config in configs]
-    if not sizes or not all(run.reached for run in trained):
+    if not sizes:
         return result
+    own = sizes | ({_PARALLEL: True} if result.parallel else {})
+    return replace(result, small=_dense_model(result, replace(settings, smaller=sizes), runs, train, own, lr)[0])
+
+
+def _dense_model(
+    result: TuneResult, settings: Settings, runs: Sequence[Run], train: Train, own: dict[str, Any], lr: float
+) -> tuple[Tuned | None, list[Run]]:
+    """A dense model with settings of its ``own``, trained to the target with every seed; None if it misses it."""
+    (contender,), request = settings.contenders, result.request
+    configs = [settings.config(contender, lr=lr, seed=run.seed, target=settings.target_loss) for run in runs]
+    names = (" ".join(filter(None, (contender.label, contender.variant))) for _ in runs)
+    trained = [train(f"{name} seed={config.seed}", config) for name, config in zip(names, configs, strict=True)]
+    if not all(run.reached for run in trained):
+        return None, trained
     steps = ratio_interval([(run.steps, dense.steps) for run, dense in zip(trained, runs, strict=True)])
-    request, model = result.request, result.request.model
-    layout = _best_layout(request, result.wires, model=replace(model, settings=model.settings | sizes))
-    own = (*sizes.items(), ("lr", lr))
-    return replace(result, small=Tuned(layout, result.dense, request.goal, steps, False, True, own=own))
+    layout = _best_layout(request, result.wires, own)
+    return Tuned(layout, result.dense, request.goal, steps, False, True, own=(*own.items(), ("lr", lr))), trained
 
 
 def _target(settings: Settings, runs: Sequence[Run]) -> float:
@@ -548,41 +614,42 @@ def _relative_steps(run: Run, dense: Run) -> Interval | None:
     return Interval(run.steps / steps, None, None, 1)
 
 
-def _table(result: TuneResult) -> Table:
-    steps = f"{sum(result.dense_steps) / len(result.dense_steps):,.0f}" if result.dense_steps else "-"
-    dense = result.dense
-    title = f"Relative to the dense model: {steps} steps of {quantity(dense.seconds, 's')} by {dense.layout}"
+def _table(result: TuneResult) -> Iterable[str | Table]:
+    """A line about the dense model, the table of what is relative to it, and lines that explain it."""
+    step = quantity(result.dense.seconds, "s")
+    steps = f"{fmean(result.dense_steps):,.0f} steps of {step}" if result.dense_steps else f"{step} a step"
+    yield f"\nRelative to the dense model: {steps} by {result.dense.layout}"
     caption = "95 % intervals over seeds; ~ estimated from a short training; times and energies of a step are modelled"
-    if result.skipped:
-        caption += f"; {result.skipped} candidates with a dearer step than the dense model's were not trained"
-    caption += (
-        "; steps are those of full precision, also with a shorter wire format" if result.wires != ("full",) else ""
-    )
+    skipped = counted(result.skipped, "candidate")
+    caption += f"; not trained: {skipped} with a dearer step than the dense model's" if result.skipped else ""
+    caption += "; steps are those of full precision, whatever the wire format" if result.wires != ("full",) else ""
     caption += "; small: the smallest dense model that reaches the loss" if result.small else ""
-    headings = ("blocks", "ghosts", "ranks\nx dp", "steps", "time", "energy")
-    table = make_table(headings, left=0, title=title, caption=caption)
+    headings = ("blocks", "ghosts", "ranks\nx dp", f"{result.request.goal}\na step", "steps", "time", "energy")
+    table = make_table(headings, left=0)
     for model in filter(None, (*result.models, result.small)):
-        layout, cells = model.layout.layout, []
+        layout, cells = model.layout.layout, [format_ratio(replace(model, steps=_AS_MANY).mean_cost)]
         for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
             text = "-" if ratio is None else format_interval(ratio)
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
         name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small", "-")
-        wire = "" if model.layout.wire == "full" else f"\n{model.layout.wire}"
-        table.add_row(*name, f"{layout.ranks} x {layout.dp}{wire}", *cells)
-    return table
+        kinds = {model.layout.wire: model.layout.wire != "full", "parallel": model.parallel}
+        lines = [f"{layout.ranks} x {layout.dp}", *(kind for kind, shown in kinds.items() if shown)]
+        table.add_row(*name, "\n".join(lines), *cells)
+    yield from (table, caption)
 
 
-def _trend_table(result: TuneResult) -> Table:
+def _trend_table(result: TuneResult) -> Iterable[str | Table]:
+    """The steps by size, with lines before and after that explain them."""
     sizes = result.trends[0].ratios
-    title = "Steps relative to the dense model by size, and slope of log ratio against log size"
+    yield "\nSteps relative to the dense model by size, and slope of log ratio against log size"
     caption = f"measured but for {result.trends[0].target}, which is extrapolated; 95 % intervals over trainings"
     headings = ("blocks", "ghosts", *map(str, sizes), "slope", str(result.trends[0].target))
-    table = make_table(headings, left=0, title=title, caption=caption)
+    table = make_table(headings, left=0)
     for trend in result.trends:
         ratios = [format_ratio(geometric_mean(trend.ratios[size])) if trend.ratios[size] else "-" for size in sizes]
         slope, ratio = (format_interval(value) for value in trend.fit) if trend.fit else ("-", "-")
         table.add_row(str(trend.blocks), str(trend.ghosts), *ratios, slope, "refused" if trend.refusal else ratio)
-    return table
+    yield from (table, caption)
 
 
 def _command(result: TuneResult, options: TuneOptions) -> str:
@@ -591,12 +658,14 @@ def _command(result: TuneResult, options: TuneOptions) -> str:
     chosen = best.layout if best else result.dense
     layout = chosen.layout
     count = layout.ranks * layout.dp
-    name = f"phantom blocks={layout.blocks} ghosts={layout.ghosts}" if best else "dense"
-    usual = Layout._field_defaults | {"wire": "full"}
+    block = _suffix(best.parallel if best else result.parallel)
+    name = f"phantom{block} blocks={layout.blocks} ghosts={layout.ghosts}" if best else f"dense{block}"
+    usual = Layout._field_defaults | {"dp": 1, "wire": "full"}
     planned: dict[str, Any] = layout._asdict() | {"wire": chosen.wire}
     values = {key: value for key, value in planned.items() if value != usual.get(key)}
     given = {key: getattr(options, key) for key in options.training}
     values |= {key: value for key, value in given.items() if value != options.training[key]}
+    values |= {_PARALLEL: True} if block or result.request.model.settings.get(_PARALLEL) else {}
     values |= {"steps": AT_MOST * options.steps, **dict(best.own)} if best else {"steps": options.steps}
     values |= {"target_loss": f"{result.target:.6g}"} if result.target else {}
     values |= {"lr": f"{result.rates[name]:g}"} if name in result.rates else {}

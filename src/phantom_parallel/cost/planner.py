@@ -79,7 +79,9 @@ class Layout(NamedTuple):
         more += f", {self.micro_batches} micro-batches" if self.micro_batches else ""
         more += "" if self.reshard_after_forward else ", weights kept"
         more += f", pp {self.pp}" if self.pp > 1 else ""
-        return f"{self.strategy} on {self.ranks} ranks{more}" + (f", dp {self.dp}" if self.dp > 1 else "")
+        return f"{self.strategy} on {self.ranks} rank{'s' * (self.ranks > 1)}{more}" + (
+            f", dp {self.dp}" if self.dp > 1 else ""
+        )
 
 
 @dataclass(frozen=True)

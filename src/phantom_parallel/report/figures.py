@@ -329,7 +329,8 @@ def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:
         lines: dict[str, list[tuple[float, ...]]] = {}
         for row in (row | row[f"{name}_ratio"] for row in tuned["candidates"] if row[f"{name}_ratio"]):
             ends = (row["mean"] - (row["low"] or row["mean"]), (row["high"] or row["mean"]) - row["mean"])
-            lines.setdefault(f"phantom {row['blocks']} blocks", []).append((row["ghosts"], row["mean"], *ends))
+            label = f"phantom {row['blocks']} blocks{', parallel' if row.get('parallel_block') else ''}"
+            lines.setdefault(label, []).append((row["ghosts"], row["mean"], *ends))
         title, levels = f"{name.capitalize()} to the loss, relative to the dense model", {"dense": 1.0}
         levels |= {SMALL_DENSE: small[f"{name}_ratio"]["mean"]} if small.get(f"{name}_ratio") else {}
         with plot_style():
