@@ -469,9 +469,10 @@ def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(le
         assert config.model.model_features == (16, 16)
         return make_run("tensor", 0, missed=config.model.width < least)
 
-    smallest, _ = find_smaller(settings, train)
+    smallest, trials = find_smaller(settings, train)
     assert smallest == ({"width": expected, "in_features": 16, "out_features": 16} if expected else {})
     assert len(set(tried)) <= 3
+    assert [trial.lr for trial in trials] == [0.02, 0.04] * bool(expected)
 
 
 @pytest.mark.slow

@@ -570,9 +570,10 @@ def _with_smaller(result: TuneResult, settings: Settings, runs: Sequence[Run], t
         settings = replace(settings, cells=({"strategy": name},), steps=AT_MOST * settings.steps)
     except ValueError:  # the data come from a teacher of the size of the model
         return result
-    sizes, lr = find_smaller(settings, train)
+    sizes, trials = find_smaller(settings, train)
     if not sizes:
         return result
+    lr = next(trial.lr for trial in trials if trial.chosen)
     own = sizes | ({_PARALLEL: True} if result.parallel else {})
     return replace(result, small=_dense_model(result, replace(settings, smaller=sizes), runs, train, own, lr)[0])
 

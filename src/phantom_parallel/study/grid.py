@@ -121,8 +121,9 @@ def grid_on_rank(device: torch.device, settings: Settings, options: RunOptions) 
     links = [link for link in _launches(settings, options) if link is not None]
     with cell_runner(device, settings, options) as runner:
         runner.total = _expected(settings, len(links))
-        settings = replace(settings, smaller=find_smaller(settings, runner.train)[0])
-        losses = find_losses(settings, runner) if settings.measure == "loss" else None
+        sizes, tried = find_smaller(settings, runner.train)
+        settings = replace(settings, smaller=sizes)
+        losses = find_losses(settings, runner, tried) if settings.measure == "loss" else None
         if options.link is None:
             return None
         cells: list[Cell] = []
@@ -191,8 +192,10 @@ class Losses:
     target_from: Literal["settings", "search", "reference"]
 
 
-def find_losses(settings: Settings, runner: CellRunner) -> Losses:
-    """Search for learning rates and train every model, each by the fastest contender that computes it."""
+def find_losses(settings: Settings, runner: CellRunner, tried: Sequence[Trial] = ()) -> Losses:
+    """Search for learning rates and train every model, each by the fastest contender that computes it. ``tried`` are
+    the trials of `find_smaller`, which has searched for its model's rate.
+    """
     chosen, timings = choose_variants(settings, runner)
     models = models_of(chosen, settings.share_curves)
     tolerance = TOLERANCES[settings.training.get("dtype", "fp32")]
@@ -219,7 +222,9 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
             raise ValueError(f"the cells of the reference {settings.reference} reached no finite loss")
         target, target_from = max(final), "reference"  # which every run of the reference has reached
         steps, stops = settings.at_most or steps, settings.stop_at_target
-    trials += _search(settings, runner, others, target)
+    smaller = next((model for model, contender in trainers.items() if contender.base.smaller), "")
+    trials += [replace(trial, model=smaller) for trial in tried]
+    trials += _search(settings, runner, {m: c for m, c in others.items() if m != smaller or not tried}, target)
     if settings.equal_loss and target is None:
         best = [
             min((trial.loss for trial in trials if trial.model == model and trial.loss is not None), default=None)
@@ -243,25 +248,25 @@ def find_losses(settings: Settings, runner: CellRunner) -> Losses:
     return Losses(ordered, runs, trained_by, tuple(shared), tuple(trials), target, target_from)
 
 
-def find_smaller(settings: Settings, train: Callable[[str, TrainConfig], Run]) -> tuple[dict[str, Any], float]:
-    """The settings and the learning rate of the smallest dense model that reaches the loss, by bisection; none if only
-    the full size does.
+def find_smaller(settings: Settings, train: Callable[[str, TrainConfig], Run]) -> tuple[dict[str, Any], list[Trial]]:
+    """The settings of the smallest dense model that reaches the loss, by bisection, and the trials of its learning
+    rates; none if only the full size does.
     """
     contender = next((contender for contender in settings.contenders if contender.base.smaller), None)
     if contender is None or settings.measure != "loss":
-        return {}, 0.0
+        return {}, []
     sizes = get_family(settings.family).smaller_models(settings.config(contender))
     trials = replace(settings.search, steps=settings.steps)
-    low, high, rate = 0, len(sizes), 0.0
+    low, high, kept = 0, len(sizes), list[Trial]()
     while low < high:
         middle = (low + high) // 2
         tried = contender.tuned_to(**sizes[middle])
         config = partial(settings.config, tried, seed=settings.search.seed, target=settings.target_loss)
         name = f"{contender.label} {tried.variant}"
-        best = next(trial for trial in search({name: config}, trials, train)[name] if trial.chosen)
-        reached = best.status == "target"
-        low, high, rate = (low, middle, best.lr) if reached else (middle + 1, high, rate)
-    return (sizes[high] if high < len(sizes) else {}), rate
+        outcomes = search({name: config}, trials, train)[name]
+        reached = any(trial.chosen and trial.status == "target" for trial in outcomes)
+        low, high, kept = (low, middle, outcomes) if reached else (middle + 1, high, kept)
+    return (sizes[high] if high < len(sizes) else {}), kept
 
 
 def choose_variants(
