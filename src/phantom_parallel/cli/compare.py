@@ -18,9 +18,8 @@ from phantom_parallel.cli.options import Flag, JsonOption, LaunchOptions, Tf32Op
 from phantom_parallel.distributed.launch import launch_defaults
 from phantom_parallel.families.registry import DEFAULT_FAMILY, get_family
 from phantom_parallel.report.html import write_report
-from phantom_parallel.report.tables import terminal_table
+from phantom_parallel.report.tables import summary
 from phantom_parallel.study.grid import run_grid
-from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import FILE, Results, load
 from phantom_parallel.study.settings import (
     SEARCH_PREFIX,
@@ -35,8 +34,6 @@ from phantom_parallel.study.settings import (
 from phantom_parallel.utils.files import json_text
 from phantom_parallel.utils.parsing import choose_from, field_docs
 from phantom_parallel.utils.settings import Setting
-
-MAX_NOTES = 4  # in the terminal; the report has all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +83,9 @@ class SettingOptions(LaunchOptions, Tf32Option, JsonOption):
             print(json_text(asdict(results)))
             return
         console = Console(highlight=False)
-        for sentence in headline(results):
-            console.print(sentence, markup=False, style="bold")
-        console.print(terminal_table(results))
-        for note in notes(results)[:MAX_NOTES]:
-            console.print(f"- {note}", markup=False)
+        answer, _, rest = summary(results, console.width).partition("\n\n")
+        console.print(answer, markup=False, style="bold")
+        console.print(f"\n{rest}", markup=False, end="")
         console.print(f"Report: {page}", markup=False, soft_wrap=True)
 
 

@@ -14,7 +14,7 @@ from phantom_parallel.report.tables import measured_by, reasons
 from phantom_parallel.study.contenders import BASES
 from phantom_parallel.study.notes import headline, loss_of, notes
 from phantom_parallel.study.results import Results
-from phantom_parallel.study.units import plain, quantity
+from phantom_parallel.study.units import plain, quantity, tied
 from phantom_parallel.utils.files import write_text
 
 # Colours of the figures and their names in the page, which has another set for dark screens.
@@ -23,8 +23,8 @@ COLOURS |= {getattr(figures, name.upper()): name for name in ("ink", "muted", "g
 
 
 def write_report(results: Results, folder: Path) -> Path:
-    """Write report.html, figures/ and CSV files into the folder; returns the path of the page."""
-    files = tables.csv_files(results)
+    """Write report.html, summary.txt, figures/ and CSV files into the folder; returns the path of the page."""
+    files = tables.csv_files(results) | {"summary.txt": tables.summary(results)}
     for name, text in files.items():
         write_text(folder / name, text)
     first, *rest = tables.main_sections(results, short=results.is_comparison)
@@ -47,6 +47,7 @@ def _write_page(folder: Path, template: str, drawn: list[CaptionedFigure], value
         save(figure.figure, folder / "figures" / figure.name, figure.svg)
     settings: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=PackageLoader("phantom_parallel.report"), autoescape=True, **settings)
+    environment.filters["tied"] = tied
     shown = {"figures": [(figure, inline(figure)) for figure in drawn]}
     light = {name: colour for colour, name in COLOURS.items()}
     page = folder / "report.html"

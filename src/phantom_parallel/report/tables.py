@@ -2,21 +2,33 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from phantom_parallel.study.analysis import inference_measures, lead_of, mean, median_of, ratio, ratios
+from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Cell, Results
-from phantom_parallel.study.units import MEASURES, TO_THE_LOSS, format_interval, format_measure, measure_label, plain
+from phantom_parallel.study.units import (
+    MEASURES,
+    TO_THE_LOSS,
+    format_interval,
+    format_measure,
+    measure_label,
+    plain,
+    tied,
+)
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
 NOT_SPLIT = "not split"  # time of ranks whose waits cannot be observed
 _TIMES = "×"  # noqa: RUF001
+MAX_NOTES = 4  # in the terminal; the report has all
 _SHORT = {  # headings in the terminal
     "seconds": "time",
     "steps": "steps",
@@ -264,6 +276,25 @@ def terminal_table(results: Results) -> Table:
         for row in section.rows:
             table.add_row(*map(escape, row))
     return table
+
+
+def summary(results: Results, width: int = 80) -> str:
+    """The headline, the table and the notes that matter most, as text in lines that break no numbers."""
+
+    def wrapped(text: str, start: str = "") -> str:
+        whole = tied(text).replace(" [", "\xa0[")
+        indent: Any = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+        return textwrap.fill(whole, width, break_on_hyphens=False, **indent).replace("\xa0", " ")
+
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
+    with console.capture() as table:
+        console.print(terminal_table(results))
+    parts = [
+        *map(wrapped, headline(results)),
+        table.get(),
+        *(wrapped(note, "- ") for note in notes(results)[:MAX_NOTES]),
+    ]
+    return "\n".join(line.rstrip() for part in parts for line in part.splitlines()) + "\n"
 
 
 def csv_files(results: Results) -> dict[str, str]:

@@ -6,6 +6,7 @@ Both are derived from results whenever they are shown, and are not stored.
 from phantom_parallel.energy.power import POLLED_TIME
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.analysis import BASELINES, lead_of, peer, ranking, rate_is_at_an_end, ratio, ratios
+from phantom_parallel.study.contenders import SMALL_DENSE
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.settings import Settings
 from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, measure_label, plain
@@ -36,8 +37,10 @@ def main_measure(results: Results) -> str:
 
 
 def _ratios(results: Results) -> list[str]:
-    """A line for each baseline with the ratios of phantom to it, of all cells that both have."""
-    lead, lines = lead_of(results.cells), []
+    """The ratios of phantom to the baselines: of comparisons at equal loss in one line, with intervals where they
+    include 1, and otherwise in a line for each baseline, of all cells that both have.
+    """
+    lead, lines, at_equal_loss = lead_of(results.cells), list[str](), list[str]()
     measures = ["seconds", "joules"] if results.is_comparison and not results.is_timed else [main_measure(results)]
     mine = [cell for cell in results.cells if cell.strategy == lead]
     for name in BASELINES:
@@ -47,14 +50,19 @@ def _ratios(results: Results) -> list[str]:
             values = {_place(results, cell): ratio(results, cell, other, measure) for cell, other in pairs}
             if known := {place: value for place, value in values.items() if value is not None}:
                 clauses.append(f"{measure_label(measure, results.target_loss is not None)} {_over(known)}")
-                shares += [format_interval(value) for place, value in known.items() if not place]
+                shares += [
+                    format_interval(value) if value.low and value.includes_one else format_ratio(value.mean)
+                    for place, value in known.items()
+                    if not place
+                ]
         if len(shares) == 2 and results.target_loss is not None:
             time, energy = shares
-            costs = f"{time} of {name}'s time and {energy} of its modelled energy"
-            lines.append(f"{lead.capitalize()}: same loss in {costs}.")
+            first = f"{time} of {name}'s time and {energy} of its modelled energy"
+            at_equal_loss.append(f"{time} and {energy} of {name}'s" if at_equal_loss else first)
         elif clauses:
             lines.append(f"{lead.capitalize()} / {name}: {', '.join(clauses)}.")
-    return lines
+    summary = [f"{lead.capitalize()}: same loss in {'; '.join(at_equal_loss)}."] if at_equal_loss else []
+    return [*summary, *lines]
 
 
 def _over(values: dict[str, Interval]) -> str:
@@ -83,8 +91,10 @@ def _first(results: Results) -> list[str]:
         if len(order) > 1:
             tied = [cell.strategy for cell, share in order[1:] if share and share.low and share.includes_one]
             if not place:
-                others = f"; {listed(tied)}: {NOT_SIGNIFICANT}" if tied else ""
-                return [f"Least time to the loss: {order[0][0].strategy}{others}."]
+                first, others = order[0][0].strategy, f"; not significantly more: {listed(tied)}" if tied else ""
+                small = first.startswith(SMALL_DENSE) and not any(name.startswith("phantom") for name in tied)
+                better = "A small dense model does better here. " if small else ""
+                return [f"{better}Least time to the loss: {first}{others}."]
             winners.setdefault(f"{order[0][0].strategy} *" if tied else order[0][0].strategy, []).append(place)
     if not winners:
         return []
@@ -95,14 +105,14 @@ def _first(results: Results) -> list[str]:
 def notes(results: Results) -> list[str]:
     """The notes that apply to results, the most important first."""
     cells, power, environment = results.cells, results.power, results.environment
-    name, chance, meaning = loss_of(results)
-    worse = [
-        f"{measure_label(measure)} (than {other.strategy})"
-        for cell, other, measure, value in ratios(results)
-        if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1 and measure != "rank_hours"
-    ]
+    than: dict[str, list[str]] = {}
+    for cell, other, measure, value in ratios(results):
+        if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1 and measure != "rank_hours":
+            than.setdefault(measure_label(measure), []).append(other.strategy)
+    worse = [f"{label} (than {listed(others)})" for label, others in than.items()]
     seeds = max((len(cell.runs) for cell in cells), default=0)
-    few = counted(seeds, "seed") if 0 < seeds <= FEW_SEEDS and not results.is_timed else ""
+    few = f"{counted(seeds, 'seed')}: intervals are {'wide' if seeds > 1 else 'missing'}"
+    few = few if 0 < seeds <= FEW_SEEDS and not results.is_timed else ""
     at_an_end = [m for m in dict.fromkeys(trial.model for trial in results.trials) if rate_is_at_an_end(results, m)]
     watts = f"{plain(power.compute_watts)} W computing, {plain(power.communication_watts)} W blocked"
     processes, cores = environment.get("processes") or 1, environment.get("cores") or 0
@@ -116,22 +126,26 @@ def notes(results: Results) -> list[str]:
     order = [cell.strategy for cell, _ in ranked]
     best = {name.split("+")[0]: name for name in reversed(order)}  # of those with several options
     best = {base: name for base, name in best.items() if sum(base == other.split("+")[0] for other in order) > 1}
+    named = {cell.strategy: cell for cell, _ in ranked}
+    mine, *others = sorted(best.values(), key=lambda name: not name.startswith("phantom")) or [""]
+    shares = {name: ratio(results, named[mine], named[name], "seconds") for name in others}
+    against = [
+        f"{mine} takes {format_interval(share)} of {name}'s time to the loss" for name, share in shares.items() if share
+    ]
     different = listed(dict.fromkeys(cell.label for cell in cells if cell.differs))
     # The text of each note, and what it is about, without which it does not apply.
     candidates: dict[str, object] = {
         "Error: {} did not compute the losses of the model that it should share: no figures to the loss.": different,
         "Ranks exchange over loopback: hosts cannot be emulated here: {}": results.no_hosts,
-        "Best options of each by time to the loss: {}.": listed(best.values()),
+        "Each with its best options: {}.": listed(against),
         "Phantom is worse in {}.": listed(worse) if results.is_comparison else "",
-        "The loss is the {}.": f"{name}: {plain(chance)} is that of {meaning}" if chance else name,
-        "{}: intervals of so few are wide or missing, and small differences may be chance.": few,
-        "The learning rate of {} is at an end of the rates tried: a better one may lie beyond.": listed(at_an_end),
-        "The loss of {} is seen at evaluations only: steps are rounded up to the next one. Runs that missed it have no "
-        "figures to the loss.": results.target_loss and plain(results.target_loss),
+        "{}": _data(results),
         "Steps are timed and losses are not compared: models differ in size.": results.is_timed,
-        "Energy is modelled, not measured, unless it says otherwise: measured seconds times the watts of {}.": (
-            f"{power.name} ({watts}, per rank)"
-        ),
+        "Energy is modelled: measured seconds times the watts of {}.": f"{power.name} ({watts}, per rank)",
+        "{}, and small differences may be chance.": few,
+        "The learning rate of {} is at an end of the rates tried: a better one may lie beyond.": listed(at_an_end),
+        "Steps to the loss of {} are rounded up to the next evaluation. Runs that missed it have no figures to the "
+        "loss.": results.target_loss and plain(results.target_loss),
         "{}: ranks wait for cores as well as for each other, and blocked time includes that.": crowded,
         "Ranks are CPU processes over {}: on accelerators, products and collectives have other relative costs. "
         + POLLED_TIME: backend,

@@ -1,6 +1,7 @@
 """Measures with their labels and units, and figures as text: three significant digits, a unit and its prefix."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,15 @@ def format_interval(ratio: Interval) -> str:
     """A ratio with its interval, as ``0.31 [0.28, 0.35]``."""
     if ratio.low is None or ratio.high is None:
         return format_ratio(ratio.mean)
-    return f"{format_ratio(ratio.mean)} [{format_ratio(ratio.low)}, {format_ratio(ratio.high)}]"
+    low, high = (
+        "<0.001" if end < 1e-3 else ">999" if end > 999 else format_ratio(end) for end in (ratio.low, ratio.high)
+    )
+    return f"{format_ratio(ratio.mean)} [{low}, {high}]"
+
+
+def tied(text: str) -> str:
+    """A text with no-break spaces between numbers and units and inside intervals."""
+    return re.sub(r"(?<=\d) (?=[%A-Za-zµ])|(?<=[\d.],) (?=[<>\d][^ ]*\])", "\xa0", text)
 
 
 def listed(words: Iterable[str]) -> str:
