@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -202,8 +203,8 @@ def _curve(results: Results, measure: str) -> CaptionedFigure | None:
         place: Any = {"xycoords": axes.get_yaxis_transform(), "va": "bottom", "ha": side, "fontsize": 9}
         axes.annotate(f"{word} {plain(level)}", (x, level), **place)
     losses = [loss for seeds in lines.values() for line in seeds for _, loss in line]
-    label_axis(axes, "x", measure, [x for x, _, _ in ends.values()], log=True)
-    label_axis(axes, "y", "loss", losses, f"held-out {name}", log=True)
+    label_axis(axes, "x", measure, [x for seeds in lines.values() for line in seeds for x, _ in line], log=True)
+    label_axis(axes, "y", "loss", losses, textwrap.fill(f"held-out {name}", 28), log=True)
     label_ends(axes, ends, min([*losses, *levels.values()]))
     axes.grid(visible=True, which="major", alpha=0.8, linewidth=0.6)
     caption = "Each seed, to its first evaluation at or below the target. Thick: the one with the median at its end."
