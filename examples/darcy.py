@@ -8,12 +8,12 @@ domain, so that a rank would hold a region of the domain; see ``phantom train --
 
 import argparse
 
-import matplotlib.pyplot as plt
 import torch
 from torch.nn.functional import mse_loss
 
 from phantom_parallel import FFN, FFNConfig, parameter_groups
 from phantom_parallel.families.ffn.fields import load_fields
+from phantom_parallel.report.figures import draw_fields
 
 
 def main() -> None:
@@ -45,14 +45,8 @@ def main() -> None:
 
     # The first held-out field, in the units of the pressure.
     truth, guess = (fields.mean + fields.scale * values[0].numpy() for values in (y[rows:], predicted))
-    panels = {"coefficient, scaled": fields.x[rows], "pressure": truth, "predicted": guess, "error": guess - truth}
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.2), layout="constrained")
-    for axis, (title, values) in zip(axes, panels.items(), strict=True):
-        limits = {"vmin": 0.0, "vmax": truth.max()} if title in ("pressure", "predicted") else {}
-        drawn = axis.tripcolor(*fields.points.T, values, shading="gouraud" if limits else "flat", **limits)
-        figure.colorbar(drawn, ax=axis)
-        axis.set(title=title, aspect="equal", xticks=[], yticks=[])
-    figure.savefig(options.out, dpi=110)
+    known = {"pressure": truth, "coefficient": fields.x[rows]}
+    draw_fields(fields.points, known, {"phantom": guess}).savefig(options.out, dpi=150)
     print(f"wrote {options.out}")
 
 

@@ -3,6 +3,7 @@
 from itertools import combinations
 from statistics import median
 
+import numpy as np
 import pytest
 from matplotlib.text import Text
 
@@ -58,6 +59,51 @@ def test_names_stand_at_their_curves_and_apart_from_each_other():
     for name, text in names.items():
         assert text.xy == pytest.approx(tuple(lines(figure)[name].get_xydata()[-1]))
     assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+def write_fields(folder, points, errors):
+    """Fields of a wave and its input, which each model predicts with an error, in the form that comparisons keep."""
+    solution = np.stack([1 + np.sin(points @ (3.0, 1.0)), 2 + np.cos(points @ (1.0, 2.0))])
+    (folder / "fields").mkdir()
+    for model, error in errors.items():
+        arrays = {"points": points, "source": 10 * solution, "solution": solution, "prediction": solution + error}
+        np.savez(folder / "fields" / f"{model}.npz", **arrays)
+    return solution
+
+
+def test_fields_on_a_grid_are_drawn_where_their_points_are(tmp_path):
+    """In whatever order the features are."""
+    side = 5
+    points = np.stack(np.meshgrid(*2 * [np.arange(side) / side], indexing="ij"), -1).reshape(-1, 2)
+    points = points[np.random.default_rng(0).permutation(side**2)]
+    solution = write_fields(tmp_path, points, {"dense": 0.1, "phantom": -0.2})
+    first, second = drawings.field_figures(tmp_path)
+    for row, made in enumerate((first, second)):
+        panels = {axes.get_title(): axes for axes in made.figure.axes if axes.images}
+        assert " ".join(panels) == "solution phantom predicts dense predicts source phantom error dense error"
+        images = {title: axes.images[0] for title, axes in panels.items()}
+        for point, value in zip(points, solution[row], strict=True):
+            x, y = (side * point).round().astype(int)
+            assert images["solution"].get_array()[y, x] == value
+            assert images["source"].get_array()[y, x] == 10 * value
+            assert images["phantom error"].get_array()[y, x] == pytest.approx(-0.2)
+        assert images["solution"].origin == "lower"
+        assert len({images[title].get_clim() for title in images if "predicts" in title or title == "solution"}) == 1
+        assert images["phantom error"].get_clim() == images["dense error"].get_clim() == pytest.approx((-0.2, 0.2))
+        for model, error in (("phantom", 0.2), ("dense", 0.1)):
+            share = error * side / np.linalg.norm(solution[row])
+            assert f"{model} {100 * share:.1f} %" in made.caption
+
+
+def test_fields_on_a_mesh_are_drawn_by_its_points(tmp_path):
+    points = np.random.default_rng(0).uniform(size=(16, 2))  # as many as a grid could have
+    solution = write_fields(tmp_path, points, {"phantom": 0.5})
+    drawn = drawings.field_figures(tmp_path)[1].figure.axes[0].collections[0]
+    np.testing.assert_array_equal(drawn.get_array(), solution[1])
+    assert drawn.get_rasterized()
+    texts = drawings.field_figures(tmp_path)[0].figure.findobj(lambda artist: hasattr(artist, "get_fontsize"))
+    assert min(text.get_fontsize() for text in texts if text.get_text()) >= 9
+    assert drawings.field_figures(tmp_path / "nowhere") == []
 
 
 def test_tuning_has_a_figure_a_measure_with_a_line_for_each_number_of_blocks():

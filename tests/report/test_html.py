@@ -4,9 +4,10 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
@@ -14,11 +15,13 @@ from phantom_parallel.report import html as report
 from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Results
 from phantom_parallel.utils.parsing import decode_json
-from tests.study.sample import make_links, make_results
+from tests.report.test_figures import write_fields
+from tests.study.sample import NATURE, make_links, make_results
 
 SCRIPT = "<script>alert(1)</script>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+needs_poppler = pytest.mark.skipif(shutil.which("pdftoppm") is None, reason="there is no poppler")
 
 
 class Page(HTMLParser):
@@ -40,10 +43,19 @@ class Page(HTMLParser):
                 self.ids.append(value)
 
 
+def make_many():
+    """A comparison of twelve, as many as presets have."""
+    results = make_results(tuple(NATURE))
+    more = tuple(replace(cell, strategy=f"{cell.strategy}@2x2") for cell in results.cells[:5])
+    return replace(results, cells=results.cells + more)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
-    made = {"compare": make_results(), "links": make_links()}
+    made = {"compare": make_results(), "links": make_links(), "fields": make_many()}
+    (folder / "fields").mkdir()
+    write_fields(folder / "fields", np.random.default_rng(0).uniform(size=(50, 2)), {"phantom": 0.1, "dense": -0.2})
     return {name: report.write_report(results, folder / name) for name, results in made.items()}
 
 
@@ -57,7 +69,24 @@ def test_everything_is_written(pages):
     assert (folder / "figures" / "loss-time.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["compare", "links"])
+def test_fields_are_part_of_the_page_and_follow_the_reasons(pages):
+    text = pages["fields"].read_text()
+    assert text.index("<h2>Why") < text.index('id="field-1"') < text.index('id="field-2"') < text.index("<h2>All")
+    assert text.count("data:image/png;base64,") >= 2 * 6
+    assert {"field-1.png", "field-2.svg"} <= {path.name for path in (pages["fields"].parent / "figures").iterdir()}
+
+
+def test_the_summary_is_the_headline_then_what_the_terminal_has(pages):
+    lines = (pages["fields"].parent / "summary.txt").read_text().splitlines()
+    results = make_many()
+    above = " ".join(lines[: lines.index("")])
+    assert above == " ".join(headline(results))
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith((",", " ")) and "[" in line.split("]")[-1] for line in lines)  # no broken interval
+    assert sum(line.startswith("- ") for line in lines) == 4
+
+
+@pytest.mark.parametrize("name", ["compare", "links", "fields"])
 def test_a_page_needs_nothing_else(pages, name):
     text = pages[name].read_text(encoding="utf-8")
     page = Page(text)
@@ -107,7 +136,9 @@ onload = () => { document.title = JSON.stringify([...document.querySelectorAll("
   const page = frame.contentDocument
   const bottom = selector => page.querySelector(selector)?.getBoundingClientRect().bottom
   const scales = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect().width)
-  return [page.documentElement.scrollWidth, bottom(".first"), bottom(".small"), Math.max(...scales)]
+  const tables = [...page.querySelectorAll("table")]
+  const widths = tables.map(table => [table.getBoundingClientRect().width, table.closest(".wide") !== null])
+  return [page.documentElement.scrollWidth, bottom(".first"), bottom(".small"), Math.max(...scales), widths]
 })) }
 """
 
@@ -122,11 +153,21 @@ def test_pages_fit_their_windows_and_the_first_screen_has_the_answer(pages, tmp_
     asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>{ASK}</script>")
     shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
     sizes = json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))
-    for (path, width), (page, chart, table, widest) in zip(places, sizes, strict=True):
+    for (path, width), (page, chart, table, widest, _) in zip(places, sizes, strict=True):
         assert page <= width
         assert widest <= width  # figures scale
         if width == 1200 and path == pages["compare"]:
             assert chart < table < 900
+    # Printed on Letter, the narrower paper, with the margins of Chromium; wide tables lie across.
+    printed = [tmp_path / f"{name}.html" for name in pages]
+    for copy, path in zip(printed, pages.values(), strict=True):
+        copy.write_text(path.read_text().replace("@media print", "@media all"))
+    frames = "".join(f'<iframe width="739" height="900" src="{path.as_uri()}"></iframe>' for path in printed)
+    asking.write_text(f"{frames}<script>{ASK}</script>")
+    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
+    tables = [sizes[-1] for sizes in json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))]
+    assert [any(wide for _, wide in shown) for shown in tables] == [name == "fields" for name in pages]
+    assert all(width <= (979 if wide else 739) for shown in tables for width, wide in shown)
     for name, setting, dark in (("light", 1, False), ("dark", 0, True)):
         picture = tmp_path / f"{name}.png"
         options = (f"--blink-settings=preferredColorScheme={setting}", f"--screenshot={picture}")
@@ -134,3 +175,34 @@ def test_pages_fit_their_windows_and_the_first_screen_has_the_answer(pages, tmp_
         pixels = imread(picture)[..., :3].mean(-1)
         assert bool(pixels[5, 5] < 0.2) is dark
         assert pixels.std() > 0.02
+
+
+def test_print_shows_what_is_folded_and_is_never_dark(pages):
+    style = re.search("<style>(.*?)</style>", pages["compare"].read_text(), re.DOTALL).group(1)
+    rules = style[style.index("@media print") :]
+    assert re.search(r"details::details-content {[^}]*content-visibility: visible", rules)
+    assert all("break-inside: avoid" in rule for rule in rules.split("}") if "figure, .lead" in rule)
+    assert re.findall("@media ([^{]*prefers-color-scheme[^{]*) {", style) == ["screen and (prefers-color-scheme: dark)"]
+
+
+@needs_browser
+@needs_poppler
+@pytest.mark.slow
+def test_printed_pages_have_all_text_within_white_margins(pages, tmp_path):
+    """Also on a machine whose screen is dark."""
+    for name, path in pages.items():
+        document, options = (
+            tmp_path / f"{name}.pdf",
+            ("--blink-settings=preferredColorScheme=0", "--no-pdf-header-footer"),
+        )
+        browse(path, tmp_path, *options, f"--print-to-pdf={document}")
+        text = subprocess.run(["pdftotext", document, "-"], capture_output=True, text=True, check=True).stdout
+        for folded in ("Source of these watts", "Environment", "phantom compare --out out/compare"):
+            assert folded in text
+        subprocess.run(["pdftoppm", "-r", "50", "-png", document, tmp_path / name], check=True)
+        sheets = [imread(sheet)[..., :3].mean(-1) for sheet in sorted(tmp_path.glob(f"{name}-*.png"))]
+        assert sheets
+        for sheet in sheets:
+            border = np.concatenate([sheet[:, :10], sheet[:, -10:]], axis=1)
+            assert border.min() > 0.97  # white, and nothing runs over the edge of the paper
+            assert np.median(sheet) > 0.97

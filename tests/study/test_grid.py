@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -490,3 +491,13 @@ def test_baselines_on_one_rank_and_smaller_ones_are_compared_at_the_same_loss(tm
     assert cells["small-dense@1x1"].parameters < cells["dense@1x1"].parameters
     assert f"width={results.settings['smaller']['width']}" in cells["small-dense@1x1"].variant
     assert cells["lowrank"].parameters == pytest.approx(cells["phantom"].parameters, rel=0.2)
+    assert sum(trial.chosen for trial in results.trials if trial.model == "small-dense@1x1") == 1
+    assert not list((tmp_path / "out" / "cells").glob("search-small-dense-1x1-lr*"))  # its size had that search
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "fields").iterdir()}
+    assert set(kept) == {"phantom.npz", "dense.npz"}
+    with np.load(tmp_path / "out" / "fields" / "dense.npz") as arrays:
+        assert {name: array.shape for name, array in arrays.items()} == {"points": (16, 2)} | dict.fromkeys(
+            ("source", "solution", "prediction"), (2, 16)
+        )
+    run_grid(settings, tmp_path / "out", resume=True)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "fields").iterdir()} == kept

@@ -42,7 +42,7 @@ def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list
     """Let trainings report these records and end, or raise; returns the list of trainings that were run."""
     run: list[FFNTrainConfig] = []
 
-    def train(config, context, report):
+    def train(config, context, report, finish):
         run.append(config)
         for record in records:
             report(record)

@@ -36,7 +36,7 @@ def decay(
     """
     names = []
 
-    def train(self, config, context, name):
+    def train(self, config, context, name, fields):
         names.append(name)
         model, text = config.model, config.data == "python"  # of which smaller models do not reach the loss
         size = model.dim if text else model.width

@@ -72,6 +72,9 @@ class Family:
     measure_inference: Callable[..., dict[str, dict[str, Any]]] = lambda *args, **kwargs: {}
     # (training) -> settings of smaller models of the same kind, in ascending order
     smaller_models: Callable[[Any], list[dict[str, Any]]] = lambda config: []
+    # (task) -> arrays to draw of a few held-out rows that are fields on points: ``points`` (n, 2), then by their names
+    # inputs, targets and outputs of the model, (rows, n) each, on every rank; none where rows are no fields
+    held_out_fields: Callable[[Any], dict[str, Any]] = lambda task: {}
     # (training) -> the name of its loss, the loss by chance, and what has that loss; None and "" where it is not known
     describe_loss: Callable[[Any], tuple[str, float | None, str]] = lambda config: ("loss", None, "")
 

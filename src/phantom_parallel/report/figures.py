@@ -1,4 +1,4 @@
-"""Figures: their style, those of comparisons and studies, and those of tuning."""
+"""Figures: their style, those of comparisons and studies, held-out fields, and those of tuning."""
 
 import io
 import math
@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import matplotlib
+import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from phantom_parallel.study.analysis import energy_fit, median_of
 from phantom_parallel.study.contenders import COPIES, DENSE, PHANTOM_COPIES, SMALL_DENSE
 from phantom_parallel.study.notes import loss_of, main_measure
-from phantom_parallel.study.results import Cell, Results
-from phantom_parallel.study.units import measure_label, measure_unit, plain, quantity
+from phantom_parallel.study.results import FIELDS, Cell, Results
+from phantom_parallel.study.units import listed, measure_label, measure_unit, plain, quantity
+from phantom_parallel.utils.arrays import readable
 from phantom_parallel.utils.files import write_bytes, write_text
 
 # Colour and marker of each strategy, distinct for colour-blind readers (Okabe and Ito) and in print.
@@ -40,6 +43,7 @@ INK, MUTED, GRID, SURFACE = "#1b1f24", "#59636e", "#d1d9e0", "#ffffff"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "<>ph*8Hd"  # of further lines in the colour of one strategy
 WIDTH = 4.8  # inches: two beside each other on a page, one on a phone
+RASTER_DPI = 150  # of what is an image inside a figure
 _LETTER, _LINE = 5.0, 12.0  # points of a letter and of a line of labels at curves
 
 _INKED = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
@@ -76,7 +80,7 @@ class CaptionedFigure:
         """The figure as SVG, which a page and a file share."""
         data = io.BytesIO()
         with plot_style():
-            self.figure.savefig(data, format="svg", metadata={"Date": None})
+            self.figure.savefig(data, format="svg", dpi=RASTER_DPI, metadata={"Date": None})
         return data.getvalue().decode()
 
 
@@ -321,6 +325,79 @@ def _sweep(results: Results, measure: str) -> CaptionedFigure | None:
     add_grid_and_legend(figure, axes, columns=2 if max(map(len, drawn)) > 14 else 3)
     stem = f"{varied}-{measure.replace('_', '-')}"
     return CaptionedFigure(stem, title, "Medians over seeds.", figure)
+
+
+# Held-out fields
+
+
+def field_figures(folder: Path) -> list[CaptionedFigure]:
+    """Each held-out field that the folder of a comparison has, with the predictions of its models and their errors."""
+    models: dict[str, dict[str, np.ndarray]] = {}
+    for path in sorted((folder / FIELDS).glob("*.npz"), reverse=True):  # phantom first
+        with readable(path, "fields"), np.load(path, allow_pickle=False) as stored:
+            models[path.stem] = dict(stored)
+    if not models:
+        return []
+    points, inputs, true, _ = (first := next(iter(models.values()))).values()
+    _, name, *_ = first
+    made = []
+    for row in range(len(true)):
+        predicted = {model: arrays["prediction"][row] for model, arrays in models.items()}
+        norms = {model: np.linalg.norm(values - true[row]) for model, values in predicted.items()}
+        errors = [f"{model} {100 * norm / np.linalg.norm(true[row]):.1f} %" for model, norm in norms.items()]
+        caption = (
+            f"Not seen in training. Above: the solution, and what the models of seed 0 predict, in the same colours. "
+            f"Below: the {name} that they are given, and their errors; relative to the norm of the solution, "
+            f"{listed(errors)}."
+        )
+        title = f"Held-out field {row + 1}: {name}, solution, predictions and errors"
+        figure = draw_fields(points, {"solution": true[row], name: inputs[row]}, predicted)
+        made.append(CaptionedFigure(f"field-{row + 1}", title, caption, figure))
+    return made
+
+
+def draw_fields(points: np.ndarray, known: Mapping[str, np.ndarray], predicted: Mapping[str, np.ndarray]) -> Figure:
+    """Draw fields at points (n, 2): a column with the two that are ``known``, the solution and below it the inputs, and
+    a column of each model's prediction and below it the error.
+    """
+    (solution, true), (name, inputs) = known.items()
+    errors = {model: values - true for model, values in predicted.items()}
+    largest = max(float(np.abs(values).max()) for values in errors.values())
+    scales: list[dict[str, Any]] = [
+        {"vmin": true.min(), "vmax": true.max(), "cmap": "viridis"},
+        {"vmin": -largest, "vmax": largest, "cmap": "RdBu_r"},
+    ]
+    columns = 1 + len(predicted)
+    with plot_style():
+        figure = Figure(figsize=(WIDTH, 2 * (WIDTH - 0.5) / columns + 0.5), layout="constrained")
+        axes = figure.subplots(2, columns)
+        _draw_field(axes[0, 0], solution, points, true, **scales[0])
+        _draw_field(axes[1, 0], name, points, inputs, cmap="cividis")
+        for column, model in enumerate(predicted, 1):
+            drawn = [
+                _draw_field(axes[0, column], f"{model} predicts", points, predicted[model], **scales[0]),
+                _draw_field(axes[1, column], f"{model} error", points, errors[model], **scales[1]),
+            ]
+        for row, mappable in enumerate(drawn):
+            bar = figure.colorbar(mappable, ax=axes[row], aspect=16, pad=0.02, ticks=ticker.MaxNLocator(4))
+            assert bar.solids is not None
+            bar.solids.set_rasterized(True)
+    return figure
+
+
+def _draw_field(axes: Axes, title: str, points: np.ndarray, values: np.ndarray, **colours: Any) -> ScalarMappable:
+    """Draw one field, on a regular grid as an image and on a mesh by triangles between the points."""
+    axes.set_title(title, fontsize=9.5, fontweight="normal")
+    axes.set(aspect="equal", xticks=[], yticks=[])
+    axes.set_axis_off()
+    order, side = np.lexsort(points.T), math.isqrt(len(points))  # row by row from below
+    columns = points[order, 0].reshape(side, -1) if side**2 == len(points) else points[:, :1]
+    if len(columns) == side and np.ptp(columns, axis=0).max() < 1e-6:
+        return axes.imshow(values[order].reshape(side, side), origin="lower", extent=(0, 1, 0, 1), **colours)
+    return axes.tripcolor(points[:, 0], points[:, 1], values, shading="gouraud", rasterized=True, **colours)
+
+
+# phantom tune
 
 
 def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:

@@ -33,7 +33,7 @@ def write_report(results: Results, folder: Path) -> Path:
     shown |= {name: flat(getattr(results, name)) for name in ("settings", "environment")}
     shown["explanations"] = {cell.strategy: explanation(cell.strategy) for cell in results.cells}
     shown |= {"results": results, "files": list(files), "wall": quantity(results.wall_seconds, "s"), "plain": plain}
-    return _write_page(folder, "report.html.j2", figures.figures(results), shown)
+    return _write_page(folder, "report.html.j2", figures.figures(results) + figures.field_figures(folder), shown)
 
 
 def write_tuning(tuned: Mapping[str, Any], folder: Path) -> Path:

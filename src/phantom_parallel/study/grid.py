@@ -36,7 +36,7 @@ from phantom_parallel.distributed.launchers import is_rank_zero, launched_extern
 from phantom_parallel.energy import load_power_profile
 from phantom_parallel.energy.power import ASSUMED_CORE
 from phantom_parallel.families.registry import get_family
-from phantom_parallel.study.contenders import EXACT_WIRE, Contender, models_of
+from phantom_parallel.study.contenders import DENSE, EXACT_WIRE, Contender, models_of
 from phantom_parallel.study.results import (
     FILE,
     Cell,
@@ -66,6 +66,7 @@ from phantom_parallel.utils.files import FolderLock, write_json
 from phantom_parallel.utils.parsing import convert
 
 T = TypeVar("T")
+DRAWN = {"phantom": "phantom", DENSE: "dense"}  # functions whose held-out fields are kept, and the stem of their file
 # Largest relative difference of losses that is rounding, by the precision of products. Orders of summation differ, and
 # the optimizer divides gradients by their own size, so that rounding of the smallest ones grows with the steps.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
@@ -388,14 +389,19 @@ def _train(
     steps: int,
     target: float | None,
 ) -> dict[str, list[Run]]:
-    """Train every model once for each seed, in rotating order, with the learning rate of the search."""
+    """Train every model once for each seed, in rotating order, with the learning rate of the search. In comparisons,
+    held-out fields of the phantom and the dense model are kept, to be drawn.
+    """
     rates = {trial.model: trial.lr for trial in trials if trial.chosen}
     rates |= {model: rates[other] for model, other in same_rate(settings).items() if other in rates}
     runs: dict[str, list[Run]] = {model: [] for model in models}
     for seed in range(settings.seeds):
         for model in in_turn(list(models), seed):
             config = settings.config(models[model], lr=rates[model], seed=seed, steps=steps, target=target)
-            runs[model].append(runner.train(f"{model} seed={seed} lr={config.lr:g}", config))
+            function = models[model].function[0]
+            drawn = settings.cells == ({},) and seed == 0 and function in DRAWN
+            fields = f"{DRAWN[function]}.npz" if drawn else ""
+            runs[model].append(runner.train(f"{model} seed={seed} lr={config.lr:g}", config, fields))
     return runs
 
 

@@ -17,7 +17,7 @@ from phantom_parallel.utils.files import write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 
-FILE = "results.json"
+FILE, FIELDS = "results.json", "fields"  # of a folder of results
 
 # Target reached, steps used up, loss not finite, another model than the one whose losses it should share, or steps that
 # were timed without training to a loss.

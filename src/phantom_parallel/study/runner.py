@@ -3,8 +3,8 @@
 Every rank calls the same methods in the same order and gets the same results. A cell that needs fewer ranks than there
 are runs on the first ones while the others wait. A cell whose file is in the folder is read and not run again.
 
-A folder of results has ``settings.json``, ``networks.json`` if hosts are emulated, ``cells/``, ``results.json`` and the
-report.
+A folder of results has ``settings.json``, ``networks.json`` if hosts are emulated, ``cells/``, ``fields/`` if held-out
+rows are fields that can be drawn, ``results.json`` and the report.
 """
 
 import math
@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,11 +36,12 @@ from phantom_parallel.energy.meter import Window
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.study.arrivals import Phase, poisson, read_trace, serve
-from phantom_parallel.study.results import CurvePoint, Run, RunStatus
+from phantom_parallel.study.results import FIELDS, CurvePoint, Run, RunStatus
 from phantom_parallel.study.settings import LOOPBACK, Decoding, Settings
 from phantom_parallel.train import Record, TrainConfig, train
 from phantom_parallel.train.loop import Trainer
-from phantom_parallel.utils.files import FolderLock, is_unused, remove_scratch, write_json
+from phantom_parallel.train.task import Task
+from phantom_parallel.utils.files import FolderLock, atomic_file, is_unused, remove_scratch, write_json
 from phantom_parallel.utils.network import Network
 from phantom_parallel.utils.parsing import decode_json
 from phantom_parallel.utils.progress import ProgressDisplay
@@ -80,7 +82,7 @@ def prepare_folder(out: Path, settings: dict[str, Any], resume: bool, lock: Fold
         if not locked:
             out.mkdir(parents=True, exist_ok=True)
             lock.acquire()
-    for folder in (out, out / CELLS, out / FIGURES):
+    for folder in (out, out / CELLS, out / FIELDS, out / FIGURES):
         remove_scratch(folder)
     write_json(out / SETTINGS, settings)
 
@@ -127,9 +129,11 @@ class CellRunner:
         self._patient = dist.new_group(timeout=IDLE_TIMEOUT) if self._world > 1 else None
         display.stage("starting", 0)
 
-    def train(self, name: str, config: TrainConfig) -> Run:
-        """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks."""
-        return self._cell(name, config, lambda context: self._train(config, context, name))
+    def train(self, name: str, config: TrainConfig, fields: str = "") -> Run:
+        """Train on the ranks of ``config``, or read the cell of that name from the folder; the result on all ranks.
+        ``fields``: the name of a file for held-out fields and what the model predicts, if its data have such.
+        """
+        return self._cell(name, config, lambda context: self._train(config, context, name, fields))
 
     def time(self, name: str, config: TrainConfig, steps: int, *, limit: float = math.inf) -> Run:
         """Time steps of a training as `time_steps` does, or read the cell of that name; the result on all ranks."""
@@ -182,12 +186,12 @@ class CellRunner:
         path = self._options.out / CELLS / f"{re.sub(r'[^A-Za-z0-9_.=-]', '-', name)}.json"
         run = broadcast_from_rank_zero(lambda: _read_cell(path), kind=Run)
         finished = run is not None
+        self._display.set_total(max(self.total, self.done + 1))
         if finished:
             self._display.skip()
         else:
             if broadcast_from_rank_zero(lambda: self._stop.requested):
                 raise Interrupted("stopped by a signal")
-            self._display.set_total(max(self.total, self.done + 1))
             self._show(name, 0.0)
             if context is not None:
                 run = work(context)
@@ -218,7 +222,7 @@ class CellRunner:
         """The watts of each of ``ranks`` ranks, which share the CPU cores."""
         return load_power_profile(self._settings.profile, ranks)
 
-    def _train(self, config: TrainConfig, context: ParallelContext, name: str) -> Run:
+    def _train(self, config: TrainConfig, context: ParallelContext, name: str, fields: str) -> Run:
         curve: list[CurvePoint] = []
         run = Run(config.seed, config.lr, "diverged", 0)
 
@@ -232,10 +236,16 @@ class CellRunner:
             times = {key: getattr(entry, key) for key in ("seconds", "compute_seconds", "blocked_seconds", "accuracy")}
             run = replace(run, steps=entry.step, joules=joules, curve=tuple(curve), **times)
 
+        def keep_fields(task: Task[Any]) -> None:
+            arrays = get_family(config.family).held_out_fields(task) if fields else {}
+            if arrays and context.rank == 0:
+                with atomic_file(self._options.out / FIELDS / fields) as file:
+                    np.savez(file, **arrays)
+
         meter = EnergyMeter(None if context.single_process else context.group, device=self.device)
         try:
             with meter.window("training") as window:
-                _, summary = train(config, context, report=report)
+                _, summary = train(config, context, report=report, finish=keep_fields)
         except LossDiverged:
             return run
         if summary.status == "interrupted":

@@ -77,6 +77,7 @@ def train(
     checkpoints: Path | None = None,
     resume: Path | None = None,
     report: Callable[[Record], None] | None = None,
+    finish: Callable[[Task[Any]], None] | None = None,
 ) -> tuple[Any, Summary]:
     """Train on the ranks of ``parallel``; every one of them calls this.
 
@@ -86,6 +87,7 @@ def train(
         checkpoints: Folder for checkpoints; None to write none.
         resume: A checkpoint to continue from. If the training ended there, nothing is trained.
         report: Called on rank 0 at every boundary.
+        finish: Called on every rank with the task, once it is trained.
 
     Returns:
         The model, with its parameters sharded as they were trained, and how the training ended.
@@ -104,6 +106,8 @@ def train(
         stack.enter_context(trainer.clock)
         stop = stack.enter_context(StopRequest())
         summary = trainer.run(stop, report)
+        if finish is not None and summary.status != "interrupted":
+            finish(trainer.task)
         return trainer.task.model, summary
 
 

@@ -1,16 +1,23 @@
 """Fields of elliptic equations, against analytic solutions and against each other."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.interpolate import RegularGridInterpolator
 
+from phantom_parallel import FFN
+from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn import fields
+from phantom_parallel.families.ffn.config import FFNTrainConfig
+from phantom_parallel.families.ffn.family import FAMILY
 from phantom_parallel.families.ffn.fields import Mesh, gaussian_fields, load_fields, poisson_solver
 from phantom_parallel.families.ffn.fields import solve_darcy as solve
+from phantom_parallel.train import train
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +93,41 @@ def test_an_order_permutes_features_and_their_points_alike():
         np.testing.assert_array_equal(other.y[:, back], rows.y)
     for block in tiles.points.reshape(4, 16, 2):  # a quarter of the square each
         np.testing.assert_allclose(np.ptp(block, axis=0), 3 / 9)
+
+
+def drawn_after_training(cache: str, config: FFNTrainConfig) -> tuple[dict[str, list], FFN]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    parallel, arrays = ParallelContext.create(config.ranks, config.dp, torch.device("cpu")), {}
+    model, _ = train(config, parallel, finish=lambda task: arrays.update(FAMILY.held_out_fields(task)))
+    return {name: values.tolist() for name, values in arrays.items()}, model if config.ranks == 1 else None
+
+
+def whole_fields(cache: str, config: FFNTrainConfig) -> dict[str, list]:
+    return drawn_after_training(cache, config)[0]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "fsdp", "pipeline"])
+def test_held_out_fields_are_those_of_one_process_on_every_rank(ranks, tmp_path, strategy):
+    blocks = {"blocks": 4, "ghosts": 2} if strategy == "phantom" else {}
+    sizes = {"data": "poisson", "grid": 4, "samples": 64, "width": 16, "depth": 2, "batch": 16, "steps": 3, "lr": 0.02}
+    config = FFNTrainConfig.of(strategy=strategy, **sizes, **blocks)
+    alone, model = drawn_after_training(str(tmp_path), config)
+    data = load_fields("poisson", 4, 64)
+    held_out = slice(56, 58)  # an eighth of the rows is held out
+    with torch.no_grad():
+        out = model(torch.from_numpy(data.x[held_out])).numpy()
+    expected = {"points": data.points, "source": data.x[held_out]}
+    expected |= {"solution": data.mean + data.scale * data.y[held_out], "prediction": data.mean + data.scale * out}
+    assert list(alone) == list(expected)
+    for where in (alone, *ranks(2)(whole_fields, str(tmp_path), config.updated(ranks=2))):
+        for name, values in expected.items():
+            np.testing.assert_allclose(where[name], values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
+
+
+def test_rows_that_are_no_fields_are_not_drawn(tmp_path):
+    sizes = {"data": "random", "strategy": "dense", "width": 16, "samples": 64, "batch": 16, "steps": 1}
+    assert whole_fields(str(tmp_path), FFNTrainConfig.of(**sizes)) == {}
 
 
 @pytest.mark.slow

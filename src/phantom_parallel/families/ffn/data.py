@@ -21,7 +21,7 @@ from torch import Tensor
 from phantom_parallel.distributed.launchers import is_rank_zero
 from phantom_parallel.distributed.objects import on_every_rank
 from phantom_parallel.families.ffn.config import DATA_SETS, PIXELS, TEACHERS, FFNConfig, FFNTrainConfig, open_arrays
-from phantom_parallel.families.ffn.fields import FIELDS, load_fields
+from phantom_parallel.families.ffn.fields import FIELDS, Fields, load_fields
 from phantom_parallel.families.ffn.model import FFN
 from phantom_parallel.utils.arrays import StoredArray, derive_seed, generator, readable
 
@@ -104,8 +104,7 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist
         teacher = FFNConfig(model.width, config.teacher_depth, **cut)
         return Data(*_teach(teacher, config.samples, config.seed, parts), features)
     if config.data in FIELDS:
-        source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
-        fields = load_fields(*source, show=is_rank_zero())
+        fields = fields_of(config)
         own = (np.ascontiguousarray(array) for array in (fields.x[:, of_inputs], fields.y[:, of_targets]))
         x, y = map(torch.from_numpy, own)
         return Data(x, y, features)
@@ -122,6 +121,12 @@ def open_data(config: FFNTrainConfig, rank: int = 0, ranks: int = 1, group: dist
         return data
 
     return on_every_rank(read, group)
+
+
+def fields_of(config: FFNTrainConfig) -> Fields:
+    """Load the fields of a training on `FIELDS`."""
+    source = (config.data, config.grid, config.samples, config.data_seed, config.feature_order)
+    return load_fields(*source, show=is_rank_zero())
 
 
 def check_data(config: FFNTrainConfig) -> None:

@@ -15,7 +15,7 @@ from phantom_parallel.energy import PowerProfile
 from phantom_parallel.families.base import Batches, Converter, Family
 from phantom_parallel.families.ffn.config import PIXELS, TEACHERS, FFNConfig, FFNTrainConfig
 from phantom_parallel.families.ffn.cost import FFNShape, build_step, step_shapes
-from phantom_parallel.families.ffn.data import check_data, open_data, read_data, rows_of_step, scores
+from phantom_parallel.families.ffn.data import check_data, fields_of, open_data, read_data, rows_of_step, scores
 from phantom_parallel.families.ffn.fields import FIELDS
 from phantom_parallel.families.ffn.model import FFN, as_tensor
 from phantom_parallel.infer.evaluate import EvalConfig, Report
@@ -26,6 +26,7 @@ from phantom_parallel.train.run import MODEL, read_config
 from phantom_parallel.train.task import Task
 from phantom_parallel.utils.strategies import get_strategy
 
+DRAWN_FIELDS = 2  # held-out rows that reports show
 _WORD = 4  # bytes
 
 
@@ -95,6 +96,19 @@ class FFNTask(Task[FFNTrainConfig]):
             out, y = self._predict(self.model, rows)
         squares = (out - y).square().sum() / self.config.model.model_features[1]
         return torch.stack([squares, self._hits(out, y) if self.classifies else torch.zeros_like(squares)])
+
+    @torch.no_grad()
+    def predict(self, rows: Tensor) -> Tensor:
+        """Return the model's outputs for these rows, all features of them on every rank."""
+        if self.pipeline is None:
+            out, _ = self._predict(self.model, rows)
+            return gather_features(out, self.model.mesh) if self.model.shards_features else out
+        assert self.parallel.tp is not None
+        x, y = self.load(rows)
+        result = self.pipeline.forward(x)
+        out = torch.empty_like(y) if result is None else result
+        dist.broadcast(out, group=self.parallel.tp.get_group(), group_src=self.config.ranks - 1)
+        return out
 
     def _predict(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's outputs and the targets of these rows, with this rank's features."""
@@ -213,6 +227,17 @@ def evaluate(model: FFN, folder: Path, config: EvalConfig, report: Report) -> di
     return measured | ({"accuracy": accuracy} if classifies else {})
 
 
+def held_out_fields(task: FFNTask) -> dict[str, Any]:
+    """The first held-out fields of an equation and what the model predicts, in the units of the solution."""
+    if task.config.data not in FIELDS:
+        return {}
+    fields, rows = fields_of(task.config), task.held_out[:DRAWN_FIELDS]
+    x, y, out = fields.x[rows.numpy()], fields.y[rows.numpy()], task.predict(rows).cpu().numpy()
+    true, predicted = (fields.mean + fields.scale * values for values in (y, out))
+    named = {FIELDS[task.config.data]: x, "solution": true, "prediction": predicted}
+    return {"points": fields.points} | {name: values.astype("float32") for name, values in named.items()}
+
+
 def describe_loss(config: FFNTrainConfig) -> tuple[str, float | None, str]:
     """The name of the loss, the loss by chance, and what has that loss."""
     if config.data in FIELDS:
@@ -240,5 +265,6 @@ FAMILY = Family(
     measure_inference=measure_inference,
     smaller_models=smaller_models,
     evaluate=evaluate,
+    held_out_fields=held_out_fields,
     describe_loss=describe_loss,
 )

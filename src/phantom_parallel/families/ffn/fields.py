@@ -31,7 +31,7 @@ from phantom_parallel.utils.files import atomic_file, cache_folder
 from phantom_parallel.utils.progress import ProgressDisplay
 
 FeatureOrder = Literal["tiles", "rows", "random"]
-FIELDS = ("darcy", "darcy-mesh", "poisson")
+FIELDS = {"darcy": "coefficient", "darcy-mesh": "coefficient", "poisson": "source"}  # with the name of their inputs
 COEFFICIENTS = (3.0, 12.0)  # of Darcy flow
 _FORMAT = 1  # of cached files, to be increased when what is computed changes
 _COARSE = 64  # points along a side of the Gaussian fields that coefficients on a mesh are interpolated from
