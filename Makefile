@@ -36,7 +36,7 @@ $(VENV)/dev: $(VENV)/run
 	$(PIP) --no-build-isolation --editable '.[dev,docs]'
 	touch $@
 
-# A task that needs its width, then briefly one that does not; at the end, the headline of the first again.
+# Darcy flow, then briefly digits, where a small dense model does better; at the end, the headline of the first again.
 compare: $(VENV)/run
 	@out=out/compare-$$(date -u +%Y%m%d-%H%M%S); \
 	$(BIN)/phantom compare --preset darcy-hosts --hosts-optional --out $$out --strategies phantom tensor megatron \
@@ -44,7 +44,7 @@ compare: $(VENV)/run
 	echo && echo "Digits, whose 64 pixels need no wide model:" && \
 	$(BIN)/phantom compare --preset digits-hosts --hosts-optional --out $$out-digits \
 		--strategies phantom megatron small-dense@1x1 --learning-rates 1e-3 4e-3 --inference-turns 2 && \
-	echo && echo "Darcy flow, which needs its width:" && sed '/^$$/q' $$out/summary.txt && echo "Report: $$out/report.html"
+	echo && echo "Darcy flow, the first comparison:" && sed '/^$$/q' $$out/summary.txt && echo "Report: $$out/report.html"
 
 # Three processes at once, a file of tests at a time: tests with ranks wait as long as they compute. Types and imports
 # are checked meanwhile.
