@@ -34,6 +34,7 @@ from tests.device.accelerator import waits
 if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         before = waits()
+        print(f"=== {arguments[-1]}", file=sys.stderr, flush=True)
         code = main(arguments) or 0
         print("waits", json.dumps({kind: count - before[kind] for kind, count in waits().items()}))
         if code:
@@ -76,24 +77,33 @@ STRATEGIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """The folder of all trainings on two devices, run by one process, and what those of a name printed on stderr."""
+    folder, commands = tmp_path_factory.mktemp("trainings"), []
+    for name, (model, layout) in STRATEGIES.items():
+        ranks = () if "--ranks" in layout else ("--ranks", "2")
+        for options in [("--dtype", "fp32"), ("--dtype", "bf16", "--tf32")][: 2 if name.endswith("phantom") else 1]:
+            commands.append((*model, *SHORT, *layout, *ranks, *options, "--out", folder / name / options[1]))
+    run = on_devices(2, *commands)
+    assert check(run).count("waits") == len(commands)
+    printed = run.stderr.split("=== ")
+    return folder, {name: [text for text in printed if text.startswith(f"{folder / name}/")] for name in STRATEGIES}
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_training_on_two_devices_is_that_of_one_cpu_rank(name, tmp_path):
-    model, layout = STRATEGIES[name]
-    ranks = () if "--ranks" in layout else ("--ranks", "2")
-    command = (*model, *SHORT, *layout, *ranks)
-    runs = [("--dtype", "fp32"), ("--dtype", "bf16", "--tf32")][: 2 if name.endswith("phantom") else 1]
-    run = on_devices(2, *((*command, *options, "--out", tmp_path / options[1]) for options in runs))
-    assert "waits" in check(run)
-    assert "Simulated Accelerator, simulated_ccl" in run.stderr
+def test_a_training_on_two_devices_is_that_of_one_cpu_rank(trainings, name, tmp_path):
+    folder, printed, model = trainings[0] / name, trainings[1][name], STRATEGIES[name][0]
+    assert "Simulated Accelerator, simulated_ccl" in printed[0]
     dense = () if "--ghosts" in model else ("--strategy", "dense")
     main([str(word) for word in (*model, *SHORT, *dense, "--out", tmp_path / "cpu")])
     expected = summary(tmp_path / "cpu")["eval_loss"]
-    assert summary(tmp_path / "fp32")["eval_loss"] == pytest.approx(expected, rel=1e-3 if "int8" in name else 1e-6)
-    assert summary(tmp_path / "fp32")["run"]["fp32_products"] == "highest"
-    if len(runs) > 1:
-        assert "Simulated Accelerator, tf32, simulated_ccl" in run.stderr
-        assert summary(tmp_path / "bf16")["run"]["fp32_products"] == "high"
-        assert summary(tmp_path / "bf16")["eval_loss"] == pytest.approx(expected, rel=5e-3)
+    assert summary(folder / "fp32")["eval_loss"] == pytest.approx(expected, rel=1e-3 if "int8" in name else 1e-6)
+    assert summary(folder / "fp32")["run"]["fp32_products"] == "highest"
+    if name.endswith("phantom"):
+        assert "Simulated Accelerator, tf32, simulated_ccl" in printed[1]
+        assert summary(folder / "bf16")["run"]["fp32_products"] == "high"
+        assert summary(folder / "bf16")["eval_loss"] == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("model", [(*FFN, *GHOSTS), (*GPT, *GHOSTS)], ids=["ffn", "gpt"])
