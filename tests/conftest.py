@@ -50,6 +50,12 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache of its own for this process and for ranks and commands that it starts, not the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """``ranks(4)`` is a pool of 4 local ranks, the same one for many tests unless something fails in it."""

@@ -30,9 +30,7 @@ GPT = ["--dim", "32", "--layers", "1", "--heads", "4", "--context", "16", "--gho
 
 
 @pytest.mark.slow
-def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
+def test_a_transformer_trains_on_two_ranks_and_goes_on_as_one(tmp_path, capfd):
     def gpt(*arguments: str) -> int:
         return command("train", "gpt", "--out", tmp_path / "run", *GPT, *arguments)
 

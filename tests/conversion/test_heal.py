@@ -23,12 +23,10 @@ EVERY = {"log_every": 1, "eval_every": 7, "checkpoint_every": 7, "eval_windows":
 def folder(tmp_path_factory):
     """A dense model, its text, and the phantom model that it was converted to."""
     path = tmp_path_factory.mktemp("heal")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
-        (path / "text.txt").write_text(TEXT)
-        trained_gpt(path / "dense", tie_embeddings=True)
-        assert main(command(path / "dense", path / "text.txt", path / "phantom", "--ghosts", "1")) == 0
-        yield path
+    (path / "text.txt").write_text(TEXT)
+    trained_gpt(path / "dense", tie_embeddings=True)
+    assert main(command(path / "dense", path / "text.txt", path / "phantom", "--ghosts", "1")) == 0
+    return path
 
 
 def healed(folder: Path, name: str, *, resume: bool = False, **changes) -> tuple[dict, list[dict]]:

@@ -477,8 +477,7 @@ def test_the_smallest_dense_model_that_reaches_the_loss_is_found_by_bisection(le
 
 
 @pytest.mark.slow
-def test_baselines_on_one_rank_and_smaller_ones_are_compared_at_the_same_loss(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_baselines_on_one_rank_and_smaller_ones_are_compared_at_the_same_loss(tmp_path):
     names = ("phantom", "phantom@1x1", "dense@1x1", "small-dense@1x1", "lowrank")
     settings = small(strategies=names, seeds=1, target_loss=0.9, learning_rates=(0.02,), inference_batches=(), **FIELDS)
     results = run_grid(settings, tmp_path / "out")

@@ -110,7 +110,6 @@ def test_phantom_is_held_against_the_smallest_dense_model_that_reaches_the_loss(
     slow, tmp_path, monkeypatch, capsys, tau, pays
 ):
     """A dense model of width w needs 64 / w times the steps, so that 24 is the smallest within three times of them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("phantom_parallel.cli.tune.AT_MOST", 3 if pays else 10)
     decay(monkeypatch, {key: 20.0 if key == (None, None) else tau for key in EQUAL})
     words = WORDS.replace("planted", "darcy --grid 8").split()
@@ -128,7 +127,6 @@ def test_phantom_is_held_against_the_smallest_dense_model_that_reaches_the_loss(
 def test_formats_on_the_wire_are_planned_for_both_and_the_search_for_a_small_model_ends_in_time(
     slow, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     decay(monkeypatch, EQUAL)
     words = [*WORDS.replace("planted", "darcy --grid 8").split(), "--hardware", slow]
     costs = {}

@@ -1,7 +1,6 @@
 """Transformers in the same loop: the same losses whatever runs it, resumed or not, cut over copies or not."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -15,17 +14,10 @@ from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.gpt.config import GPTTrainConfig
 from phantom_parallel.families.gpt.text import load_tokenizer, open_text, windows
 from phantom_parallel.train import checkpoint, run, train
-from tests.train import test_loop
+from tests.train.test_loop import compiled_losses, curve, losses
 
 CPU = torch.device("cpu")
 SENTENCES = "".join(f"{a} times {b} is {a * b}.\n" for a in range(40) for b in range(20))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +34,6 @@ def of(strategy: str, config: GPTTrainConfig) -> GPTTrainConfig:
     return config if strategy == "phantom" else config.updated(strategy=strategy, blocks=None, ghosts=None, **rank)
 
 
-def losses(config: GPTTrainConfig, cache: str, folder: str | None = None, resume: str | None = None) -> dict:
-    """On every rank of the pool; the losses that rank 0 reports."""
-    os.environ["XDG_CACHE_HOME"] = cache
-    return test_loop.losses(config, folder, resume)
-
-
-def here(config: GPTTrainConfig, **where) -> dict:
-    return losses(config, os.environ["XDG_CACHE_HOME"], **where)
-
-
 def close(actual: dict, expected: dict) -> bool:
     assert actual.keys() == expected.keys()
     for step, (loss, held_out) in expected.items():
@@ -60,16 +42,11 @@ def close(actual: dict, expected: dict) -> bool:
     return True
 
 
-def compiled(config: GPTTrainConfig, cache: str) -> tuple[dict, int]:
-    os.environ["XDG_CACHE_HOME"] = cache
-    return test_loop.compiled_losses(config.updated(compile=True))
-
-
 @pytest.mark.parametrize("changes", [{}, {"interleave": 2}, {"ladder": True, "parallel_block": True}])
 def test_compiled_layers_learn_the_same(ranks, phantom, changes):
     config = phantom.updated(ranks=2, steps=3, **changes)
-    expected = here(config.updated(ranks=1))
-    actual, graphs = ranks(2)(compiled, config, os.environ["XDG_CACHE_HOME"])[0]
+    expected = losses(config.updated(ranks=1))
+    actual, graphs = ranks(2)(compiled_losses, config.updated(compile=True))[0]
     assert close(actual, expected)
     assert graphs >= (1 if "parallel_block" in changes else 2)
 
@@ -94,9 +71,9 @@ def test_losses_are_those_of_a_plain_loop_in_torch(phantom):
     with torch.no_grad():
         tokens, targets = windows(text.held_out, text.held_out_starts(config), config.context)
         held_out = torch.nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten())
-    actual = here(config)
+    actual = losses(config)
     assert max(norms) > config.max_grad_norm  # so that clipping is tested
-    assert test_loop.curve(actual) == pytest.approx(expected, rel=1e-4)
+    assert curve(actual) == pytest.approx(expected, rel=1e-4)
     assert actual[config.steps][1] == pytest.approx(held_out.item(), rel=1e-4)
 
 
@@ -114,10 +91,10 @@ ELSEWHERE = [
 @pytest.mark.parametrize("strategy", ["phantom", "megatron", "lowrank"])
 def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, strategy, tied, variants):
     config = of(strategy, phantom).updated(max_grad_norm=0.5, tie_embeddings=tied)
-    expected = here(config)
+    expected = losses(config)
     for variant in variants:
         changed = config.updated(**variant)
-        actual = ranks(changed.world)(losses, changed, os.environ["XDG_CACHE_HOME"])[0]
+        actual = ranks(changed.world)(losses, changed)[0]
         assert close(actual, expected), variant
 
 
@@ -126,21 +103,20 @@ def test_stages_of_several_ranks_learn_as_one_rank_and_resume_on_other_ones(rank
     config = of(strategy, phantom).updated(
         layers=3, tie_embeddings=tied, max_grad_norm=0.5, steps=5, checkpoint_every=3
     )
-    staged, cache = config.updated(ranks=2, pp=2, micro_batches=4), os.environ["XDG_CACHE_HOME"]
+    staged = config.updated(ranks=2, pp=2, micro_batches=4)
     alone, there = str(tmp_path / "alone"), str(tmp_path / "staged")
-    expected = here(config, folder=alone)
-    assert close(ranks(4)(losses, staged, cache, there)[0], expected)
+    expected = losses(config, alone)
+    assert close(ranks(4)(losses, staged, there)[0], expected)
     weights = [StoredTensors(Path(folder) / "step-000005") for folder in (alone, there)]
     assert weights[0].outline.keys() == weights[1].outline.keys()
     for name in filter(lambda name: name.startswith("model."), weights[0].outline):
         torch.testing.assert_close(weights[1].load(name), weights[0].load(name), rtol=1e-3, atol=5e-4)
     rest = {step: actual for step, actual in expected.items() if step > 3}
-    assert close(here(config, resume=f"{there}/step-000003"), rest)
-    assert close(ranks(4)(losses, staged, cache, None, f"{alone}/step-000003")[0], rest)
+    assert close(losses(config, None, f"{there}/step-000003"), rest)
+    assert close(ranks(4)(losses, staged, None, f"{alone}/step-000003")[0], rest)
 
 
-def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
-    os.environ["XDG_CACHE_HOME"] = cache
+def other_text_on_rank_1(config: GPTTrainConfig) -> str:
     if torch.distributed.get_rank() == 1:
         config = config.updated(max_bytes=5000)
     with pytest.raises(RanksDisagree) as caught:
@@ -149,7 +125,7 @@ def other_text_on_rank_1(config: GPTTrainConfig, cache: str) -> str:
 
 
 def test_ranks_that_read_another_text_are_named(ranks, phantom):
-    for message in ranks(2)(other_text_on_rank_1, phantom.updated(ranks=2), os.environ["XDG_CACHE_HOME"]):
+    for message in ranks(2)(other_text_on_rank_1, phantom.updated(ranks=2)):
         assert re.search("ranks disagree on the text to train on: rank [01] has digest=", message)
 
 
@@ -157,13 +133,12 @@ def test_ranks_that_read_another_text_are_named(ranks, phantom):
 @pytest.mark.parametrize("change", [{"fsdp": True}, {}], ids=["fsdp", "replicas"])
 def test_resumed_is_uninterrupted_to_the_bit_and_to_rounding_elsewhere(ranks, phantom, tmp_path, change):
     config = phantom.updated(ranks=2, dp=2, **change)
-    cache = os.environ["XDG_CACHE_HOME"]
-    expected = ranks(4)(losses, config, cache, str(tmp_path))[0]
+    expected = ranks(4)(losses, config, str(tmp_path))[0]
     rest = {step: actual for step, actual in expected.items() if step > 4}
     resume = str(tmp_path / "step-000004")
-    assert ranks(4)(losses, config, cache, None, resume)[0] == rest
-    assert close(here(config.updated(ranks=1, dp=1, fsdp=False), resume=resume), rest)
-    assert close(ranks(2)(losses, config.updated(ranks=1, fsdp=True), cache, None, resume)[0], rest)
+    assert ranks(4)(losses, config, None, resume)[0] == rest
+    assert close(losses(config.updated(ranks=1, dp=1, fsdp=False), None, resume), rest)
+    assert close(ranks(2)(losses, config.updated(ranks=1, fsdp=True), None, resume)[0], rest)
 
 
 def test_the_folder_has_a_model_and_its_tokenizer(phantom, tmp_path):
