@@ -42,6 +42,7 @@ def close(actual: dict, expected: dict) -> bool:
     return True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changes", [{}, {"interleave": 2}, {"ladder": True, "parallel_block": True}])
 def test_compiled_layers_learn_the_same(ranks, phantom, changes):
     config = phantom.updated(ranks=2, steps=3, **changes)
@@ -98,6 +99,7 @@ def test_losses_are_the_same_on_any_ranks_copies_and_with_fsdp(ranks, phantom, s
         assert close(actual, expected), variant
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "tied"), [("phantom", False), ("phantom", True), ("megatron", True)])
 def test_stages_of_several_ranks_learn_as_one_rank_and_resume_on_other_ones(ranks, phantom, tmp_path, strategy, tied):
     config = of(strategy, phantom).updated(
