@@ -31,6 +31,7 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=1,sched_interval=1
 SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
