@@ -19,8 +19,9 @@ hypothesis.settings.load_profile("no-clock")
 
 # Files and folders whose tests take longest. They start first, so that all workers end at about the same time.
 LONGEST = (
-    *("distributed/test_launch.py", "test_hf.py", "cli", "families/gpt", "study/test_grid.py", "conversion"),
-    *("device/test_accelerator.py", "distributed", "test_documentation.py", "train", "campaign", "report"),
+    *("distributed/test_clusters.py", "cli/test_doctor.py", "device/test_accelerator.py", "distributed/test_launch.py"),
+    *("test_hf.py", "cli", "families/gpt", "study/test_grid.py", "conversion", "distributed", "test_documentation.py"),
+    *("train", "campaign", "report"),
 )
 
 
