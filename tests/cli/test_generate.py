@@ -64,18 +64,16 @@ def test_text_and_what_it_cost_as_json(folder, capfd, ranks):
             assert model[phase]["seconds"] > 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_text_is_on_stdout_after_one_prefill_and_its_time_on_stderr(folder, capfd, monkeypatch, ranks):
+def test_text_is_on_stdout_after_one_prefill_and_its_time_on_stderr(folder, capfd, monkeypatch):
     forwards = []
     logits = GPT.logits
     monkeypatch.setattr(GPT, "logits", lambda *args, **settings: forwards.append(0) or logits(*args, **settings))
-    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8", "--ranks", str(ranks)) == 0
+    assert phantom("--model", folder / "model", "--prompt", PROMPT, "--tokens", "8") == 0
     captured = capfd.readouterr()
     assert captured.out == bytes(expected(8)).decode(errors="replace") + "\n"
     assert captured.err.splitlines()[-1].startswith("[8 tokens, first after ")
     assert "prefill" not in captured.err
-    if ranks == 1:
-        assert len(forwards) == 8
+    assert len(forwards) == 8
 
 
 def test_text_ends_at_stop_texts_and_at_the_stop_tokens_of_the_model(folder, capfd):
