@@ -105,6 +105,7 @@ def _first(results: Results) -> list[str]:
 def notes(results: Results) -> list[str]:
     """The notes that apply to results, the most important first."""
     cells, power, environment = results.cells, results.power, results.environment
+    name, chance, meaning = loss_of(results)
     than: dict[str, list[str]] = {}
     for cell, other, measure, value in ratios(results):
         if cell.strategy == "phantom" and other.strategy in BASELINES and value.mean > 1 and measure != "rank_hours":
@@ -139,7 +140,7 @@ def notes(results: Results) -> list[str]:
         "Ranks exchange over loopback: hosts cannot be emulated here: {}": results.no_hosts,
         "Each with its best options: {}.": listed(against),
         "Phantom is worse in {}.": listed(worse) if results.is_comparison else "",
-        "{}": _data(results),
+        "The loss is the {}.": f"{name}: {plain(chance)} is that of {meaning}" if chance else name,
         "Steps are timed and losses are not compared: models differ in size.": results.is_timed,
         "Energy is modelled: measured seconds times the watts of {}.": f"{power.name} ({watts}, per rank)",
         "{}, and small differences may be chance.": few,

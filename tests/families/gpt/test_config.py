@@ -14,7 +14,7 @@ from tests.families.gpt.sample import SIZES, config_of
         ({"parallel_block": True, "hidden": 60, "kv_heads": 8, "blocks": 4}, "kv_heads=8 must divide hidden=60"),
         ({"rope_base": 0.0}, "rope_base must be a number above 0, got 0.0"),
         ({"heads": 7}, "heads=7 does not divide dim=32: 4 or 8 would"),
-        ({"heads": 32, "kv_heads": 4}, "even number"),
+        ({"heads": 32, "kv_heads": 4}, "must be even"),
         ({"kv_heads": 2}, "blocks=4 does not divide kv_heads=2"),
         ({"hidden_groups": 3}, "hidden_groups=3 does not divide hidden=40"),
     ],
@@ -33,7 +33,7 @@ def test_input_that_does_not_fit_is_named():
         (lambda t: m.logits(t + 20), "from 0 to 23, got"),
         (lambda t: m.logits(t.to("meta")), "the input is on meta"),
         (lambda t: m.new_cache(1, 17), "17 positions"),
-        (lambda t: m.logits(t, m.new_cache(3)), "a batch of 3, got one of 2"),
+        (lambda t: m.logits(t, m.new_cache(3)), "batch size of 3, got 2"),
         (lambda t: m.logits(t, m.new_cache(2, 5)), "room for 5 positions"),
         (lambda t: GPT(config_of(), interleave=2, activation_checkpointing=True), "interleave=2 cannot be combined"),
     ):
