@@ -72,6 +72,7 @@ def test_the_model_with_the_dense_models_steps_and_a_cheaper_step_is_recommended
     shown = capsys.readouterr().out
     assert shown.startswith("Use phantom with 4 blocks and 8 ghosts: it takes 0.")
     assert max(len(line) for line in shown.splitlines() if not line.startswith(("torchrun", "Report"))) <= 80
+    assert "…" not in shown
     assert "--nproc-per-node 4 -m phantom_parallel.cli.main train ffn --strategy phantom --ranks 4" in shown
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 3

@@ -630,7 +630,7 @@ def _table(result: TuneResult) -> Iterable[str | Table]:
     for model in filter(None, (*result.models, result.small)):
         layout, cells = model.layout.layout, [format_ratio(replace(model, steps=_AS_MANY).mean_cost)]
         for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
-            text = "-" if ratio is None else format_interval(ratio)
+            text = "-" if ratio is None else format_interval(ratio).replace(" [", "\n[")  # which may be wide
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
         name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small", "-")
         kinds = {model.layout.wire: model.layout.wire != "full", "parallel": model.parallel}
