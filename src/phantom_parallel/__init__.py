@@ -1,4 +1,4 @@
-"""Phantom parallelism for PyTorch: layers cut over devices that exchange a few ghosts instead of whole activations."""
+"""Phantom parallelism for PyTorch: sharded layers that exchange a few ghosts instead of whole activations."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -84,7 +84,7 @@ class Options(LaunchOptions):
     ranks: int | None = None
     """Ranks to check; by default one for each accelerator, 2 without any, or as many as the launcher started."""
     only: str | None = None
-    """Run this check alone, in view: with what its ranks print, and without a limit of time."""
+    """Run this check alone, with the output of its ranks and without a time limit."""
     json: Path | None = None
     """File for facts and results, as JSON."""
 

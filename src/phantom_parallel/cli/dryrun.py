@@ -34,11 +34,11 @@ class DryRunOptions(ModelOptions, WireOption, JsonOption):
     """
 
     strategy: StrategyName = "phantom"
-    """How the model is cut."""
+    """How the model is sharded."""
     blocks: int | None = None
     """Blocks of the features, for phantom; by default the larger of 4 and ranks."""
     ghosts: int | None = None
-    """Values that a block shows the others, for phantom; by default 16."""
+    """Values that a block sends to the others, for phantom; by default 16."""
     ranks: int = 16
     """Ranks that share the model."""
     rank: int = 0

@@ -243,9 +243,8 @@ class Plan:
         """Layouts of the dense model and then of each phantom model, the best under the goal first in each."""
 
         def key(candidate: Candidate) -> tuple[float, ...]:
-            layout = candidate.layout
-            first = not candidate.same_model, layout.ghosts or 0, layout.blocks or 0
-            return (*first, *rank_by(self.request.goal, candidate))
+            sizes = candidate.layout.ghosts or 0, candidate.layout.blocks or 0
+            return not candidate.same_model, *sizes, *rank_by(self.request.goal, candidate)
 
         return sorted(self.candidates, key=key)
 
@@ -255,11 +254,7 @@ class Plan:
         best: dict[tuple[str, int], Candidate] = {}
         for candidate in sorted(self.candidates, key=lambda candidate: rank_by(self.request.goal, candidate)):
             best.setdefault((candidate.layout.strategy, candidate.layout.ghosts or 0), candidate)
-
-        def key(candidate: Candidate) -> tuple[int, ...]:
-            return not candidate.same_model, candidate.layout.rules.has_blocks, candidate.layout.ghosts or 0
-
-        return sorted(best.values(), key=key)
+        return sorted(best.values(), key=lambda c: (not c.same_model, c.layout.rules.has_blocks, c.layout.ghosts or 0))
 
     @property
     def missing(self) -> dict[str, str]:

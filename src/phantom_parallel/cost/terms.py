@@ -315,7 +315,7 @@ def tensor_layer(
     wire: WireFormat = "full",
     name: str = "",
 ) -> LayerCost:
-    """The paper's baseline, features cut in and out; on one rank it is the dense layer."""
+    """The paper's baseline, with sharded input and output features; on one rank it is the dense layer."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
     m_in = n_in // ranks
     products = [
@@ -335,7 +335,7 @@ def tensor_layer(
 def low_rank_layer(
     layout: RowLayout, rank: int, rows: int, *, bias: bool, input_grad: bool = True, wire: WireFormat, name: str
 ) -> LayerCost:
-    """z = U (V x) + b: V cut by input features, U by output features, the values in between summed over ranks."""
+    """z = U (V x) + b: V sharded by input features, U by output features, the values in between summed over ranks."""
     ranks, m_in, m_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features // layout.ranks
     products = [
         Product("V x", "forward", 1, rows, m_in, rank),
@@ -362,7 +362,7 @@ def column_layer(
     wire: WireFormat,
     name: str,
 ) -> LayerCost:
-    """First of a Megatron pair: whole features in, cut ones out; ``gather`` makes them whole, for a layer left over."""
+    """First of a Megatron pair: sharded output features; ``gather`` makes them whole, for an unpaired last layer."""
     ranks, n_in, m_out = layout.ranks, layout.in_features, layout.out_features // layout.ranks
     products = [
         Product("W x", "forward", 1, rows, n_in, m_out),
@@ -377,7 +377,7 @@ def column_layer(
 
 
 def row_layer(layout: RowLayout, rows: int, *, bias: bool, wire: WireFormat, name: str) -> LayerCost:
-    """Second of a Megatron pair: cut features in, whole ones out by an all-reduce. The bias is whole on every rank."""
+    """Second of a Megatron pair: sharded input features, and an all-reduce. The bias is whole on every rank."""
     ranks, m_in, n_out = layout.ranks, layout.in_features // layout.ranks, layout.out_features
     products = [
         Product("W x", "forward", 1, rows, m_in, n_out),

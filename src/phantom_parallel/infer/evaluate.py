@@ -20,8 +20,8 @@ from phantom_parallel.families.registry import get_family
 from phantom_parallel.infer.predict import check_folder, check_model, strategy_on
 from phantom_parallel.ops.collectives import rank_group
 from phantom_parallel.utils.files import read_json
-from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
+from phantom_parallel.utils.settings import PositiveInt, validate
 
 _LENGTH = 1024  # tokens of a window, at most, unless asked for
 Report = Callable[[int, int], None]  # units that are done, of how many
@@ -43,23 +43,22 @@ class EvalConfig:
     """Tasks of lm_eval to evaluate a language model on instead of a text; for it, a model of ours is exported first."""
     task_folder: Path | None = None
     """Folder with further tasks, YAML files as lm_eval has them."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Examples of each task, at most."""
-    length: int | None = None
+    length: PositiveInt | None = None
     """Tokens of a window; by default the model's context, at most 1024."""
-    stride: int | None = None
+    stride: PositiveInt | None = None
     """Tokens from a window to the next, which the others of the window precede; by default half a window."""
-    batch: int = 8
+    batch: PositiveInt = 8
     """Windows or rows of a forward pass."""
-    ranks: int = 1
+    ranks: PositiveInt = 1
     """Ranks that share the model."""
 
     def __post_init__(self) -> None:
-        positive(ranks=self.ranks, batch=self.batch)
         for name in ("model", "against", "data", "task_folder"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(path).absolute())
-        positive(length=self.length or 1, stride=self.stride or 1, limit=self.limit or 1)
+        validate(self)
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -64,7 +64,7 @@ class SearchSettings:
     """Numbers of micro-batches to try for pipelines, of which the one with the shortest step is used; by default 1, 2
     and 4 times their stages."""
     interleave: tuple[PositiveInt, ...] = ()
-    """Numbers of interleaved parts of a batch to try, for strategies that cut layers over ranks; the one with the
+    """Numbers of interleaved parts of a batch to try, for strategies that shard layers; the one with the
     shortest step is used. If empty, that of the training."""
     wires: bool = True
     """Whether formats on the wire have a search of their own. If not, they use the learning rate of the same strategy

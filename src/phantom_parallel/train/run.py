@@ -153,7 +153,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Drop what was logged after the checkpoint, since it will be logged again, and a line cut short by a crash."""
+    """Drop what was logged after the checkpoint, since it will be logged again, and a line that a crash truncated."""
     lines = files.read_text(path).splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith("}\n")]
     files.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
@@ -241,7 +241,7 @@ def _progress_note(record: Record, config: TrainConfig) -> str:
 
 
 def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:
-    """Write the model: one data-parallel copy of it, unless it is cut over the copies."""
+    """Write the model: one data-parallel copy of it, unless it is sharded over the copies."""
 
     def write() -> None:
         if parallel.dp_rank == 0 or config.replicas == 1:

@@ -158,7 +158,7 @@ class GPTShape(Shape):
 
     @property
     def exchanged_rows(self) -> int:
-        """Words of a tied head's rows where they are another cut of the embedding than the embedding's own; else 0."""
+        """Words of a tied head's rows where the embedding is sharded by features instead; else 0."""
         exchanged = self.model.tie_embeddings and self.sharded and self.ranks > 1
         return self.model.vocab // self.ranks * self.model.dim if exchanged else 0
 
@@ -266,7 +266,7 @@ def _partly_summed(cost: LayerCost, channels: int, dim: int) -> LayerCost:
 
 
 def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
-    """A norm and the linear layer after it: from the stream to features that are cut between heads or pieces."""
+    """A norm and the linear layer after it: from the stream to features that are sharded by heads or pieces."""
     rows, stream = shape.rows, shape.stream
     statistics = rows * shape.precise_bytes  # r of each row
     streamed = (5 * rows * stream, 6 * rows * stream)  # the norm, and the sum into the stream

@@ -71,7 +71,7 @@ class BPETokenizer:
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
-        # Long words are cut: the time grows with the square of a word's length, and a text may have no spaces.
+        # Long words are split: the time grows with the square of a word's length, and a text may have no spaces.
         words = (word for piece in _pieces(text) for word in _LONG_WORD.split(piece) if word)
         tokenizer.train_from_iterator(words, trainer)
         return cls(tokenizer)
