@@ -10,13 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel.families.gpt.model import GPT
 from phantom_parallel.ops import collectives
 from phantom_parallel.ops.collectives import RankGroup, finish, rank_group, start_all_gather, start_reduce_scatter
 from tests.device import delayed
-from tests.families.gpt.sample import config_of
+from tests.families.gpt.sample import config_of, one_mesh
 from tests.families.gpt.test_model import VARIANTS, errors_on_ranks
 from tests.nn import test_integration, test_linear, test_plans, test_style
 from tests.ops import (
@@ -137,7 +136,7 @@ def test_results_and_gradients_equal_dense_maths(late_ranks, size, call):
 
 
 def group_and_rows() -> tuple[RankGroup, torch.Tensor]:
-    group = rank_group(init_device_mesh("cpu", (dist.get_world_size(),)))
+    group = rank_group(one_mesh())
     assert group.native
     return group, torch.full((3, 4), 1.0 + group.rank)
 
@@ -182,7 +181,7 @@ def never_waiting() -> Any:
 
 
 def communicators() -> tuple[str, str]:
-    head = GPT(config_of(vocab=8), mesh=init_device_mesh("cpu", (dist.get_world_size(),))).head
+    head = GPT(config_of(vocab=8), mesh=one_mesh()).head
     weight = head.send_weight(1 << 20)
     weight.whole()
     return head.group.name, weight.group.name

@@ -114,23 +114,19 @@ def by(launcher, request, ranks, *words, variables=os.environ):
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_tcp_if_include", "lo")
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-LAUNCHERS = ["torchrun", pytest.param("srun", marks=needs_slurm), pytest.param("mpirun", marks=needs_mpi)]
+LAUNCHERS = ["torchrun", pytest.param("srun", marks=needs_slurm)]
 
 
-@needs_mpi
-def test_a_training_by_mpirun(tmp_path, expected, request):
+@pytest.mark.parametrize(
+    ("launcher", "hosts"), [("torchrun", "2 hosts"), pytest.param("mpirun", "1 host", marks=needs_mpi)]
+)
+def test_a_training_by_a_launcher(launcher, hosts, tmp_path, expected, request):
     words = (*PHANTOM[1:], *TRAIN, *SHORT, "--steps", 6, "--out", tmp_path / "out")
-    assert "2 ranks on 1 host" in by("mpirun", request, 1, *words).stderr
+    assert f"2 ranks on {hosts}" in by(launcher, request, 1, *words).stderr
     assert loss(tmp_path / "out") == expected
 
 
-def test_a_training_by_torchrun_on_two_nodes(tmp_path, expected):
-    first = on_two_nodes(1, *PHANTOM[1:], *TRAIN, *SHORT, "--steps", "6", "--out", tmp_path / "out")
-    assert "2 ranks on 2 hosts" in first.stderr
-    assert loss(tmp_path / "out") == expected
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS[:2])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_doctor_checks_the_ranks_of_a_launcher(launcher, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -161,7 +157,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS[:2])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_cluster_is_measured_for_the_planner(launcher, request, tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(SMALLEST)

@@ -21,8 +21,3 @@ def test_rates_that_cannot_be_are_refused_with_the_value(text):
     for rate in (1.0, 1e12):
         with pytest.raises(ValueError, match="link must be from 8 kbit/s to 30 Gbit/s"):
             Network(2, rate=rate)
-
-
-def test_ranks_are_spread_evenly():
-    with pytest.raises(ValueError, match="5 ranks cannot be spread evenly over 2 hosts"):
-        Network(2).check_ranks(5)

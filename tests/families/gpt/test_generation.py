@@ -5,8 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from phantom_parallel import GPT, EnergyMeter, GPTConfig, PowerProfile
 from phantom_parallel.families.gpt.generation import generate, measure_generation
@@ -149,7 +147,7 @@ def build(strategy: str, mesh=None) -> GPT:
 
 
 def costs_on_rank():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = one_mesh()
     models = {name: build(name, mesh) for name in ("phantom", "megatron")}
     return measure_generation(models, prompts(), MEASURED, turns=2, profile=FLAT, sampling=Sampling(1.0, top_k=5))
 
