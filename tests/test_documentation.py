@@ -35,10 +35,6 @@ def blocks(page, language):
     ]
 
 
-def without_code(text):
-    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
-
-
 # Figures
 
 
@@ -58,7 +54,7 @@ def test_every_result_file_has_a_place_in_the_documentation():
 
 @every_page
 def test_links_resolve(page):
-    for match in LINK.finditer(without_code(page.read_text())):
+    for match in LINK.finditer(re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))):  # without code
         path, _, anchor = match["target"].partition("#")
         if "://" in path:
             continue

@@ -13,24 +13,14 @@ from phantom_parallel.ops import collectives
 from tests.cli.commands import refused
 
 
-def run_commands(monkeypatch, scripts):
-    """Replace the commands of checks by Python scripts."""
-    monkeypatch.setattr(doctor, "CHECKS", dict.fromkeys(scripts, ""))
-    monkeypatch.setattr(
-        Options, "_command", lambda self, name, ranks: [sys.executable, "-c", scripts[name], "doctor", "--only", name]
-    )
-
-
 def test_a_check_that_dies_or_hangs_is_a_failed_line_and_the_others_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "SECONDS", 3.0)
     passes = "import json, sys; json.dump({'checks': [{'status': 'ok', 'figure': '7 us'}]}, open(sys.argv[-1], 'w'))"
-    run_commands(
-        monkeypatch,
-        {
-            "dies": "import os; print('last words', flush=True); os.abort()",
-            "hangs": "while True: pass",
-            "passes": passes,
-        },
+    dies = "import os; print('last words', flush=True); os.abort()"
+    scripts = {"dies": dies, "hangs": "while True: pass", "passes": passes}  # in place of the commands of checks
+    monkeypatch.setattr(doctor, "CHECKS", dict.fromkeys(scripts, ""))
+    monkeypatch.setattr(
+        Options, "_command", lambda self, name, ranks: [sys.executable, "-c", scripts[name], "doctor", "--only", name]
     )
     file = tmp_path / "doctor.json"
     with pytest.raises(SystemExit) as leaving:

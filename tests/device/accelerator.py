@@ -7,7 +7,6 @@ g++ once for each version of it and of torch.
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -48,10 +47,6 @@ def build() -> Path:
     subprocess.run([*command, "-o", str(unfinished)], check=True)
     os.replace(unfinished, library)
     return library
-
-
-def is_buildable() -> bool:
-    return shutil.which("g++") is not None
 
 
 def waits() -> dict[str, int]:

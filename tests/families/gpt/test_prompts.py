@@ -58,14 +58,10 @@ def test_byte_pairs(tmp_path):
         encode_prompt(TEXT, actual, 24)
 
 
-def tokenizer_json(**changes) -> dict:
-    """A tokenizer of words, with changes of its parts."""
-    return {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}} | changes
-
-
 def test_a_tokenizer_of_a_file_does_not_cut(tmp_path):
     pytest.importorskip("tokenizers")
     cutting = {"truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}}
-    words = {"pre_tokenizer": {"type": "WhitespaceSplit"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**words | cutting)))
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "version": "1.0"}
+    words["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words | cutting))
     assert find_tokenizer(tmp_path).encode(b"a b b").tolist() == [0, 1, 1]
