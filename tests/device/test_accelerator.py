@@ -43,8 +43,8 @@ if __name__ == "__main__":
 def on_devices(count, *commands):
     """Run commands one after the other in a process that has so many devices."""
     lines = json.dumps([[str(word) for word in command] for command in commands])
-    run = [sys.executable, "-c", SCRIPT, lines]
-    return subprocess.run(run, env=accelerator.environment(count), capture_output=True, text=True, timeout=900)
+    run, seconds = [sys.executable, "-c", SCRIPT, lines], 600 + 300 * len(commands)  # far above what is needed
+    return subprocess.run(run, env=accelerator.environment(count), capture_output=True, text=True, timeout=seconds)
 
 
 def summary(folder):
