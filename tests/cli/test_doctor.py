@@ -10,7 +10,6 @@ from phantom_parallel.cli import doctor
 from phantom_parallel.cli.doctor import CHECKS, Options
 from phantom_parallel.cli.main import main
 from phantom_parallel.ops import collectives
-from tests.cli.commands import refused
 
 
 def test_a_check_that_dies_or_hangs_is_a_failed_line_and_the_others_run(monkeypatch, capsys, tmp_path):
@@ -38,10 +37,6 @@ def test_a_check_that_dies_or_hangs_is_a_failed_line_and_the_others_run(monkeypa
     assert "last words" in dies["output"]
     assert "not done after 3 s" in hangs["figure"]
     assert passed["figure"] == "7 us"
-
-
-def test_an_unknown_check_is_one_line(capsys):
-    assert "exchanges" in refused(capsys, "doctor", "--only", "exchange")
 
 
 def wrong_exchanges(rank_to_spoil):

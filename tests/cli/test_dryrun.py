@@ -14,11 +14,11 @@ SMALL = ["gpt", "--vocab", "64", "--dim", "64", "--layers", "2", "--heads", "8",
 SMALL += ["--context", "16", "--batch", "4", "--ranks", "4"]
 
 
-def test_the_table_says_that_formulas_agree(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["dryrun", "--width", "1024", "--depth", "2", "--ranks", "8", "--ghosts", "4", "--batch", "16"]) == 0
+def test_the_table_says_that_formulas_agree(capsys):
+    assert main(["dryrun", "--width", "64", "--depth", "1", "--blocks", "4", "--ranks", "8", "--ghosts", "4"]) == 0
     text = capsys.readouterr().out
-    assert "phantom on 8 ranks, 8 blocks, 4 ghosts, rank 0" in text
+    assert "phantom on 8 ranks, 4 blocks of 2 ranks, 4 ghosts, rank 0" in text
+    assert "inside blocks of 2 ranks" in text
     assert "Formulas and code agree in every term" in text
     assert "…" not in text
     assert "│" not in text
@@ -39,10 +39,6 @@ def test_bytes_inside_blocks_and_between_them_are_told_apart(capsys):
     }
     for phase in ("forward", "backward"):
         assert actual["sent_bytes"][phase] - actual["sent_bytes_inside_blocks"][phase] == 2 * between
-    assert main(["dryrun", "--width", "64", "--depth", "1", "--blocks", "4", "--ranks", "8", "--ghosts", "4"]) == 0
-    shown = capsys.readouterr().out
-    assert "phantom on 8 ranks, 4 blocks of 2 ranks, 4 ghosts, rank 0" in shown
-    assert "inside blocks of 2 ranks" in shown
 
 
 @pytest.mark.parametrize(
@@ -97,10 +93,10 @@ def test_sizes_come_from_the_config_of_a_folder(tmp_path, capsys):
 
 
 def test_communication_is_a_table_or_json(capsys):
-    assert main(["dryrun", *SMALL, "--ghosts", "4", "--communication"]) == 0
-    text = capsys.readouterr().out
-    for word in ("prefill", "decode", "forward", "backward", "megatron", "all_reduce", "reduce_scatter"):
-        assert word in text
-    rows = answered(capsys, "dryrun", *SMALL, "--ghosts", "4", "--communication")
+    command = ["dryrun", *SMALL, "--ghosts", "4", "--communication"]
+    rows = answered(capsys, *command)
     whole = sum(row["sent_bytes"] for row in rows if row["profile"] == "megatron" and row["phase"] == "forward")
     assert whole == 5 * (2 * 3 * 64 * 64 * 4 // 4) + 3 * 64 * 3 * 4
+    assert main(command) == 0
+    shown = set(capsys.readouterr().out.split())
+    assert {row["phase"] for row in rows} | {row["profile"] for row in rows} <= shown

@@ -15,10 +15,6 @@ from phantom_parallel.distributed.signals import Interrupted, LossDiverged, Rank
 from tests.cli.commands import Command, phantom, refused
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -43,7 +39,9 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capfd):
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="waits for the handler through /proc")
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.2), slow(signal.SIGHUP, 4.0)])
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGINT, 0.2), pytest.param(signal.SIGHUP, 4.0, marks=pytest.mark.slow)]
+)
 def test_a_signal_during_imports_gives_an_exit_code_and_no_traceback(tmp_path, number, seconds):
     sizes = ["--width", "16", "--ghosts", "2", "--teacher-ghosts", "2"]
     options = ["--out", tmp_path / "run", "--ranks", "2", "--steps", "1000000", *sizes]

@@ -20,7 +20,8 @@ from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, save_model
 from phantom_parallel.families.gpt.generation import generate
 from tests.cli.commands import DEADLINE, answered, refused
 from tests.cli.commands import phantom as command
-from tests.families.gpt import reference as gpt_reference
+from tests.families.gpt.test_generation import continued
+from tests.families.gpt.test_model import filled
 
 phantom = partial(command, "generate")
 SIZES = {"vocab": 256, "dim": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 40}
@@ -29,9 +30,7 @@ PROMPT = "def main("
 
 def model_of(strategy: str = "phantom", **changes) -> GPT:
     cut = {"blocks": 4, "ghosts": 3} if strategy == "phantom" else {}
-    model = GPT(GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes)))
-    model.load_state_dict(gpt_reference.draw(model, seed=3))
-    return model
+    return filled(GPTConfig(**(SIZES | cut | {"strategy": strategy} | changes)), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -42,12 +41,7 @@ def folder(tmp_path) -> Path:
 
 def expected(tokens: int) -> list[int]:
     """By plain float64 maths."""
-    model, prompt = model_of(), torch.tensor([list(PROMPT.encode())])
-    params = gpt_reference.draw(model, seed=3)
-    for _ in range(tokens):
-        likeliest = gpt_reference.logits(params, model.config, prompt)[:, -1:].argmax(-1)
-        prompt = torch.cat([prompt, likeliest], 1)
-    return prompt[0, -tokens:].tolist()
+    return continued(model_of().config, torch.tensor([list(PROMPT.encode())]))[0][:tokens]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -211,10 +205,9 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chat_model, ranks):
 
 
 def test_control_characters_are_escaped_on_a_terminal_only(folder, capfd, monkeypatch):
-    save_model(model_of(), folder / "controlled")
     decode = "phantom_parallel.families.gpt.text.ByteTokenizer.decode"
     monkeypatch.setattr(decode, lambda self, tokens: "\x1b[31m" * len(tokens))
-    given = ("--model", folder / "controlled", "--prompt", PROMPT, "--tokens", "1")
+    given = ("--model", folder / "model", "--prompt", PROMPT, "--tokens", "1")
     assert phantom(*given) == 0
     assert "\x1b[31m" in capfd.readouterr().out
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

@@ -12,7 +12,7 @@ import torch
 from phantom_parallel.cost.hardware import Figure, dump_profile, load_profile
 from tests.cli.commands import phantom as command
 from tests.cli.commands import refused
-from tests.infer.models import BLOCKS, DEPTH, GHOSTS, WIDTH, known, rows
+from tests.infer.models import DEPTH, WIDTH, known, rows
 
 phantom = partial(command, "infer", "--turns", 2)
 ROWS = 11
@@ -27,16 +27,6 @@ def folder(tmp_path) -> Path:
 
 def expected() -> np.ndarray:
     return known().expected(torch.from_numpy(rows(ROWS))).numpy()
-
-
-def tensor_bytes(ranks: int) -> int:
-    """What ranks send for a row: each its own features to every other, before every layer, in float64."""
-    return DEPTH * ranks * (ranks - 1) * (WIDTH // ranks) * 8
-
-
-def phantom_bytes(ranks: int) -> int:
-    """The ghosts of its own blocks instead."""
-    return DEPTH * ranks * (ranks - 1) * (BLOCKS // ranks * GHOSTS) * 8
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -54,12 +44,8 @@ def test_predictions_and_what_they_cost(folder, capfd, ranks):
     assert report["compared_rows"] == 4
     assert report["largest_prediction"] == pytest.approx(np.abs(expected()[:4]).max())
     assert report["largest_difference"] <= 1e-11 * report["largest_prediction"]
-    actual = report["measured"]
-    assert list(actual) == ["phantom", "tensor"]
-    for name, moved in (("phantom", phantom_bytes), ("tensor", tensor_bytes)):
-        assert actual[name]["bytes"] == moved(ranks)
-    assert actual["tensor"]["flops"] == 2 * DEPTH * WIDTH**2
-    assert actual["tensor"]["parameters"] == DEPTH * (WIDTH**2 + WIDTH)
+    assert list(report["measured"]) == ["phantom", "tensor"]
+    assert report["measured"]["tensor"]["flops"] == 2 * DEPTH * WIDTH**2
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.npy"]
 
 
@@ -87,7 +73,6 @@ def test_the_watts_are_those_asked_for_or_this_machines_or_assumed(folder, capfd
     ("arguments", "message"),
     [
         (["--ranks", "3"], "run on 2 or 4 ranks"),
-        (["--batch", "0"], "batch must be a positive whole number, got 0"),
         (["--inputs", "nowhere.npy"], "nowhere.npy"),
         (["--inputs", "{folder}/narrow.npy"], "got (11, 23)"),
         (["--inputs", "{folder}/x.npy", "--out", "{folder}/narrow.npy"], "narrow.npy exists"),
@@ -103,13 +88,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_rank_starts(folder, ca
     chosen = [argument.replace("{folder}", str(folder)) for argument in arguments]
     assert message in refused(capfd, "infer", "--model", folder / "model", *chosen)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_damaged_files_are_one_line_and_exit_code_2(folder, capfd):
-    path = folder / "cut.npz"
-    np.savez_compressed(path, x=rows(2000))
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert f"{path} is not readable" in refused(capfd, "infer", "--model", folder / "model", "--inputs", path)
 
 
 def test_an_existing_file_is_replaced_only_when_asked(folder, capfd):
