@@ -4,35 +4,23 @@ import contextlib
 import io
 from pathlib import Path
 
+from tests.study.sample import TRAINING
+
 WIDTH = 8
 FFN = ["--width", "8", "--blocks", "2", "--ghosts", "2", "--batch", "8", "--lr", "0.01"]
 EVERY = ["--log-every", "1", "--eval-every", "2", "--checkpoint-every", "2"]
 TEACHER = ["--samples", "64", "--teacher-blocks", "2", "--teacher-ghosts", "2"]
-_DENSE_GPT = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "2"]
-GPT = [*_DENSE_GPT, "--blocks", "2", "--ghosts", "2"]
-PRESET = """
+PRESET = f"""
 strategies = ["phantom", "tensor"]
 target_loss = 5.0
 steps = 4
 seeds = 1
 inference_batches = [2]
 inference_turns = 1
-[training]
-width = 8
-depth = 2
-blocks = 2
-ghosts = 2
-ranks = 1
-batch = 8
-samples = 64
-teacher_blocks = 2
-teacher_ghosts = 2
-eval_every = 2
-[search]
-learning_rates = [0.02, 0.04]
-steps = 2
-extend = 0
+{TRAINING}
 """
+_DENSE_GPT = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "2"]
+GPT = [*_DENSE_GPT, "--blocks", "2", "--ghosts", "2"]
 
 
 def make_artefacts(root: Path) -> Path:
@@ -48,7 +36,7 @@ def make_artefacts(root: Path) -> Path:
     np.save(root / "x.npy", np.random.default_rng(0).standard_normal((64, WIDTH)).astype(np.float32))
     (root / "text.txt").write_text("".join(f"def name{i}(x):\n    return x + {i}\n" for i in range(400)))
     (root / "preset.toml").write_text(PRESET)
-    (root / "two-ranks.toml").write_text(PRESET.replace("ranks = 1", "ranks = 2"))
+    (root / "two-ranks.toml").write_text(PRESET.replace("[training]", "[training]\nranks = 2"))
     shipped = Path(program.__file__).parents[1] / "cost" / "profiles" / "dgx-a100.toml"
     (root / "hardware.toml").write_bytes(shipped.read_bytes())
 

@@ -1,12 +1,8 @@
 """Variables of launchers for ranks, translated to torch's, and how such ranks meet."""
 
-from pathlib import Path
-
 import pytest
 
 from phantom_parallel.distributed.launchers import first_host, is_on_first_host, rank_variables, reports_error
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 # As srun sets them for the sixth task of --nodes 2 --ntasks 8.
 STEP = {

@@ -10,7 +10,6 @@ from matplotlib.text import Text
 from phantom_parallel.report import figures as drawings
 from tests.study.sample import (
     NATURE,
-    STUDIES,
     make_ghosts,
     make_links,
     make_results,
@@ -119,12 +118,6 @@ def test_tuning_has_a_figure_a_measure_with_a_line_for_each_number_of_blocks():
     assert first.lines[0].get_xydata().tolist() == [[4, 2.0], [8, 1.0]]
     assert second.lines[2][0].get_segments()[0][:, 1] == pytest.approx([1.35, 1.8])
     assert {"dense", "small-dense"} <= {line.get_label() for line in levels}
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_figures_with_lines(name):
-    for figure in drawn(STUDIES[name]()).values():
-        assert len(figure.figure.axes[0].lines) > 1
 
 
 def test_the_lines_of_studies():

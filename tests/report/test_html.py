@@ -147,13 +147,16 @@ onload = () => { document.title = JSON.stringify([...document.querySelectorAll("
 @pytest.mark.slow
 def test_pages_fit_their_windows_and_the_first_screen_has_the_answer(pages, tmp_path):
     """A page with all reports in frames of a phone's and of a desktop's width, which asks each for its sizes."""
+
+    def sizes(places):
+        frames = (f'<iframe width="{width}" height="900" src="{path.as_uri()}"></iframe>' for path, width in places)
+        asking = tmp_path / "asking.html"
+        asking.write_text(f"<style>iframe {{ border: 0 }}</style>{''.join(frames)}<script>{ASK}</script>")
+        shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
+        return json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))
+
     places = [(path, width) for path in pages.values() for width in (390, 1200)]
-    frames = "".join(f'<iframe width="{width}" height="900" src="{path.as_uri()}"></iframe>' for path, width in places)
-    asking = tmp_path / "asking.html"
-    asking.write_text(f"<style>iframe {{ border: 0 }}</style>{frames}<script>{ASK}</script>")
-    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
-    sizes = json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))
-    for (path, width), (page, chart, table, widest, _) in zip(places, sizes, strict=True):
+    for (path, width), (page, chart, table, widest, _) in zip(places, sizes(places), strict=True):
         assert page <= width
         assert widest <= width  # figures scale
         if width == 1200 and path == pages["compare"]:
@@ -162,10 +165,7 @@ def test_pages_fit_their_windows_and_the_first_screen_has_the_answer(pages, tmp_
     printed = [tmp_path / f"{name}.html" for name in pages]
     for copy, path in zip(printed, pages.values(), strict=True):
         copy.write_text(path.read_text().replace("@media print", "@media all"))
-    frames = "".join(f'<iframe width="739" height="900" src="{path.as_uri()}"></iframe>' for path in printed)
-    asking.write_text(f"{frames}<script>{ASK}</script>")
-    shown = browse(asking, tmp_path, "--allow-file-access-from-files", "--dump-dom", "--window-size=1300,900")
-    tables = [sizes[-1] for sizes in json.loads(re.search(r"<title>(.*?)</title>", shown).group(1))]
+    tables = [shown[-1] for shown in sizes([(path, 739) for path in printed])]
     assert [any(wide for _, wide in shown) for shown in tables] == [name != "compare" for name in pages]
     too_wide = [size for shown in tables for size in shown if size[0] > (979 if size[1] else 739)]
     assert not too_wide

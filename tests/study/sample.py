@@ -37,6 +37,13 @@ extend = 0
 """  # of presets and studies that are run
 
 
+def cell_of(results: Results, strategy: str, **settings: Any) -> Cell:
+    """The first cell of a strategy with these settings."""
+    return next(
+        cell for cell in results.cells if cell.strategy == strategy and settings.items() <= cell.settings.items()
+    )
+
+
 def make_run(strategy: str, seed: int, *, slower: float = 1.0, missed: bool = False) -> Run:
     step, steps, share, *_ = NATURE[strategy]
     noise = (len(strategy) * (3 + seed)) % 7 / 100  # the seeds of two strategies differ

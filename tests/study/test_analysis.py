@@ -18,13 +18,7 @@ from phantom_parallel.study.analysis import (
     ratio_interval,
     ratios,
 )
-from tests.study.sample import make_ghosts, make_links, make_results, make_scaling, make_smaller
-
-
-def cell_of(results, strategy, **settings):
-    return next(
-        cell for cell in results.cells if cell.strategy == strategy and settings.items() <= cell.settings.items()
-    )
+from tests.study.sample import cell_of, make_ghosts, make_links, make_results, make_scaling, make_smaller
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [5.0, 5.5], [0.1 * n + 1 for n in range(40)]])

@@ -1,7 +1,7 @@
 """Comparisons and studies on real ranks, small; their figures against those computed from their own runs."""
 
 import json
-import math
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,7 +14,7 @@ from phantom_parallel.cost.hardware import load_profile
 from phantom_parallel.distributed.hosts import why_unavailable
 from phantom_parallel.families.ffn.family import FFNTask
 from phantom_parallel.study import results as results_module
-from phantom_parallel.study.analysis import mean, ratio
+from phantom_parallel.study.analysis import mean
 from phantom_parallel.study.grid import (
     check_same_model,
     find_smaller,
@@ -27,16 +27,11 @@ from phantom_parallel.study.results import CurvePoint, Results, Run
 from phantom_parallel.study.runner import RunOptions
 from phantom_parallel.study.settings import Settings, read_settings
 from tests.cost.shapes import ffn
-from tests.study.sample import TRAINING, make_results, make_run
+from tests.study.sample import TRAINING, cell_of, make_results, make_run
 
 STRATEGIES = ("phantom", "tensor", "copies", "phantom-copies")
-SMALL = {
-    "width": 16,
+SMALL = tomllib.loads(TRAINING)["training"] | {
     "ranks": 2,
-    "ghosts": 2,
-    "batch": 16,
-    "samples": 256,
-    "teacher_ghosts": 2,
     "steps": 60,
     "seeds": 2,
     "timed_steps": 4,
@@ -123,10 +118,6 @@ def on_a_rank(settings: Settings, out: str) -> Results | None:
     return grid_on_rank(torch.device("cpu"), settings, RunOptions(Path(out)))
 
 
-def cell_of(results: Results, strategy: str):
-    return next(cell for cell in results.cells if cell.strategy == strategy)
-
-
 def both(settings: Settings, out: str) -> tuple[Results | None, ...]:
     """With shared curves, and with trainings of every contender."""
     shared, alone = str(Path(out) / "shared"), str(Path(out) / "alone")
@@ -177,7 +168,7 @@ def test_every_model_is_searched_alike_and_cells_are_run_in_rotating_order(made)
 
 def test_figures_are_those_of_the_runs(made):
     alone = made[0][0][1]
-    phantom, tensor = cell_of(alone, "phantom"), cell_of(alone, "tensor")
+    phantom = cell_of(alone, "phantom")
     assert all(run.loss <= 0.6 < run.curve[-2].loss for run in phantom.runs if len(run.curve) > 1)
     shape = ffn("phantom", 16, 2, ranks=2, batch=16, blocks=4, ghosts=2)
     assert phantom.parameters == shape.model_parameters
@@ -186,8 +177,6 @@ def test_figures_are_those_of_the_runs(made):
     assert mean(alone, phantom, "flops").mean == pytest.approx(steps * 2 * 2 * shape.multiply_adds())
     for run in phantom.runs:
         assert run.joules == pytest.approx(alone.power.joules(run.compute_seconds, run.blocked_seconds))
-    pairs = [math.log(each.seconds / other.seconds) for each, other in zip(phantom.runs, tensor.runs, strict=True)]
-    assert math.log(ratio(alone, phantom, tensor, "seconds").mean) == pytest.approx(sum(pairs) / 2)
     assert [entry.batch for entry in phantom.inference] == [4]
     assert phantom.inference[0].parameters == phantom.parameters
 
@@ -248,8 +237,6 @@ def test_a_target_that_is_missed_and_one_that_every_strategy_reached(tmp_path):
     missed = run_grid(settings, tmp_path / "missed")
     assert missed.wall_seconds > sum(run.seconds for cell in missed.cells for run in cell.runs)
     assert [cell.reached for cell in missed.cells] == [0, 0]
-    assert ratio(missed, *missed.cells, "seconds") is None
-    assert ratio(missed, *missed.cells, "step_seconds") is not None
     assert results_module.load(tmp_path / "missed" / "results.json") == missed
     results = run_grid(replace(settings, target_loss=None), tmp_path / "reached")
     best = [min(trial.loss for trial in results.trials if trial.model == name) for name in ("phantom", "tensor")]

@@ -1,9 +1,8 @@
 """A runner whose trainings are replaced by known records: what a run, its files and the display have of them; networks
 that are kept for a resumed call."""
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,18 +23,10 @@ RECORD = Record(step=10, loss=0.5, eval_loss=0.4, lr=0.5, blocked_share=0.25, **
 RECORDS = (RECORD, replace(RECORD, step=20, eval_loss=0.3, seconds=4.0, compute_seconds=6.0, blocked_seconds=2.0))
 
 
-class Ended:
-    status = "target"
-
-
 @pytest.fixture
 def runner(tmp_path) -> CellRunner:
-    return make_runner(tmp_path)
-
-
-def make_runner(out: Path) -> CellRunner:
     settings = read_settings("presets", "quick", {"ranks": 1})
-    return CellRunner(torch.device("cpu"), settings, RunOptions(out), ProgressDisplay(show=False), StopRequest())
+    return CellRunner(torch.device("cpu"), settings, RunOptions(tmp_path), ProgressDisplay(show=False), StopRequest())
 
 
 def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list[FFNTrainConfig]:
@@ -48,7 +39,7 @@ def trains(monkeypatch, records=RECORDS, error: Exception | None = None) -> list
             report(record)
         if error is not None:
             raise error
-        return None, Ended()
+        return None, SimpleNamespace(status="target")
 
     monkeypatch.setattr("phantom_parallel.study.runner.train", train)
     return run
@@ -76,15 +67,6 @@ def test_a_diverged_run_has_no_loss(monkeypatch, runner):
     trains(monkeypatch, (), LossDiverged("non-finite"))
     run = runner.train("tensor at once", CONFIG)
     assert (run.status, run.steps, run.step_seconds, run.joules) == ("diverged", 0, None, None)
-
-
-def test_finished_cells_are_read_and_not_run_again(monkeypatch, tmp_path):
-    run = trains(monkeypatch)
-    first = make_runner(tmp_path).train("tensor seed=7", CONFIG)
-    assert json.loads((tmp_path / "cells" / "tensor-seed=7.json").read_text())["seconds"] == 4.0
-    again = make_runner(tmp_path)
-    assert again.train("tensor seed=7", CONFIG) == first
-    assert (again.done, len(run)) == (1, 1)
 
 
 def test_a_signal_stops_ahead_of_the_next_cell(monkeypatch, runner):
