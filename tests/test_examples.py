@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phantom_parallel import replace_linear
+from tests.conversion.test_api import pretrained
 from tests.families.gpt.pretrained_models import greedy
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -66,14 +68,9 @@ def test_a_language_model_is_converted_and_healed(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_converted_model_is_served_on_ranks(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    import phantom_parallel.hf  # noqa: F401
-    from phantom_parallel import replace_linear
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=256, initializer_range=0.5, eos_token_id=None, **sizes)
-    replace_linear(model := transformers.LlamaForCausalLM(config).eval(), blocks=4, ghosts=2, include=("model.*",))
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = pretrained("llama", **sizes, eos_token_id=None)
+    replace_linear(model, blocks=4, ghosts=2, include=("model.*",))
     model.save_pretrained(tmp_path)
     prompt = torch.tensor([list(b"import")])
     expected = greedy(model, prompt, 8)

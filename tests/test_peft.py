@@ -10,17 +10,13 @@ transformers = pytest.importorskip("transformers")
 import phantom_parallel.hf  # noqa: E402
 import phantom_parallel.peft  # noqa: E402, F401
 from phantom_parallel import PhantomLinear, replace_linear  # noqa: E402
+from tests.conversion.test_api import pretrained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT and transformers
 
 
 def make():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = pretrained("llama", bos_token_id=0, eos_token_id=0)
     replace_linear(model, blocks=4, ghosts=2)
     return model
 

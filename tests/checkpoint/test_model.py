@@ -15,7 +15,6 @@ from phantom_parallel import (
     GPT,
     FFNConfig,
     GPTConfig,
-    PhantomLinear,
     gather_features,
     load_model,
     save_model,
@@ -135,48 +134,6 @@ def test_all_layouts_hold_the_same_model(ranks, tmp_path):
     assert (tmp_path / "several" / "notes").exists()
     loaded = load_model(tmp_path / "several").state_dict()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
-class Block(torch.nn.Module):
-    """A module that belongs to no family: a phantom layer, one of torch's, a buffer, and a weight of two names."""
-
-    def __init__(self, mesh=None) -> None:
-        super().__init__()
-        self.phantom = PhantomLinear(16, 16, blocks=4, ghosts=2, mesh=mesh)
-        self.norm = torch.nn.LayerNorm(16)
-        self.register_buffer("count", torch.tensor(5))
-        self.also = self.norm
-
-
-def write_block(path: str) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    block = Block(mesh)
-    save_model(block, path)
-    return {name: full_tensor(tensor) for name, tensor in block.state_dict().items()}
-
-
-def read_block(path: str) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    torch.manual_seed(1)
-    block = load_model(path, into=Block(mesh))
-    return {name: full_tensor(tensor) for name, tensor in block.state_dict().items()}
-
-
-@pytest.mark.parametrize(("written_on", "read_on"), [(2, 4), (4, 1)])
-def test_any_module_is_saved_and_fills_one_of_the_same_structure(ranks, tmp_path, written_on, read_on):
-    path = tmp_path / "block"
-    expected = ranks(written_on)(write_block, str(path))[0]
-    for actual in ranks(read_on)(read_block, str(path)):
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    alone = load_model(path, into=Block())
-    assert torch.equal(alone.phantom.local, expected["phantom.local"])
-    with pytest.raises(ValueError, match=r"of no model family: build the module and pass it as into"):
-        load_model(path)
-    with pytest.raises(ValueError, match="does not hold the module to fill: missing"):
-        load_model(path, into=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="those of the module given as into"):
-        load_model(path, into=Block(), dtype=torch.float64)
 
 
 TIED = GPTConfig(vocab=16, dim=16, layers=2, heads=4, hidden=16, blocks=4, ghosts=2, tie_embeddings=True)

@@ -51,15 +51,14 @@ def write(path: str) -> None:
     save_parts(parts, Path(path), storage_group(group_of(tensors.values())), prefix="state", finish=lambda folder: None)
 
 
-def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-
-
-def read(path: str) -> dict[str, torch.Tensor]:
+def read(path: str, by_torch: bool) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in cut(mesh).items()}
-    StoredTensors(Path(path)).read({name: Part.of(tensor) for name, tensor in tensors.items()})
-    return gathered(tensors)
+    if by_torch:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
+    else:
+        StoredTensors(Path(path)).read({name: Part.of(tensor) for name, tensor in tensors.items()})
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
 def equal(actual: dict[str, torch.Tensor]) -> bool:
@@ -67,26 +66,13 @@ def equal(actual: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("written_on", "read_on"), [(1, 4), (4, 2)])
-def test_any_ranks_read_what_any_other_ranks_wrote(ranks, tmp_path, written_on, read_on):
+def test_any_ranks_and_torchs_own_reader_read_what_any_other_ranks_wrote(ranks, tmp_path, written_on, read_on):
     path = tmp_path / "folder"
     ranks(written_on)(write, str(path))
     assert len(list(path.glob("state-*.safetensors"))) <= written_on
-    for actual in ranks(read_on)(read, str(path)):
+    for actual in (*ranks(read_on)(read, str(path), False), *ranks(read_on)(read, str(path), True)):
         assert equal(actual)
     assert equal({name: StoredTensors(path).load(name) for name in whole()})
-
-
-def read_by_torch(path: str) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in cut(mesh).items()}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
-    return gathered(tensors)
-
-
-def test_torchs_own_reader_reads_the_folder(ranks, tmp_path):
-    ranks(4)(write, str(tmp_path / "folder"))
-    for actual in ranks(2)(read_by_torch, str(tmp_path / "folder")):
-        assert equal(actual)
 
 
 def fail_on_one_rank(path: str, failing: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, gather_features, load_model, save_model, shard_features
+from phantom_parallel import FFN, GPT, FFNConfig, GPTConfig, load_model, save_model
 from phantom_parallel.cli.main import main
 from tests.cli.commands import answered, refused
 
@@ -82,13 +82,7 @@ def test_a_larger_budget_has_a_lower_loss_and_a_bound_on_the_loss_holds(tmp_path
     assert not list(tmp_path.glob(".*converting"))
 
 
-def outputs_on_ranks(path, x, size):
-    mesh = init_device_mesh("cpu", (size,))
-    model = load_model(path, mesh=mesh)
-    return gather_features(model(shard_features(x, mesh)), mesh).detach()
-
-
-def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, ranks):
+def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys):
     torch.manual_seed(0)
     dense = FFN(FFNConfig(width=32, depth=3, strategy="tensor"))
     save_model(dense, tmp_path / "dense")
@@ -104,9 +98,6 @@ def test_a_feed_forward_network_converts_by_the_same_command(tmp_path, capsys, r
     assert losses[-1] < 1e-8
     rows = torch.from_numpy(x[:5])
     torch.testing.assert_close(load_model(tmp_path / "p8")(rows), dense(rows), atol=1e-4, rtol=1e-4)
-    expected = load_model(tmp_path / "p4")(rows)
-    for actual in ranks(2)(outputs_on_ranks, tmp_path / "p4", rows, 2):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     arguments = command(tmp_path / "dense", tmp_path / "x.npy", tmp_path / "b", "--budget", "0.5")
     assert "the same ghosts" in refused(capsys, *arguments)
 
@@ -128,7 +119,6 @@ def test_mistakes_are_named_before_the_work(tmp_path, capsys):
         (command(tmp_path / "none", text, out, "--ghosts", "2"), "not a model folder"),
         (command(model, text, model, "--ghosts", "2"), "exists"),
         (command(model, text, model, "--ghosts", "2", "--overwrite"), "which is read: choose another folder"),
-        (command(model, text, out, "--budget", "0.1"), "fewest ghosts keep"),
     ]
     for arguments, message in cases:
         assert message in refused(capsys, *arguments)

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from phantom_parallel.energy import EnergyMeter
+from phantom_parallel.energy.sensors import Discovery
+
 PACKAGE_RANGE = 262_143_328_850  # microjoules, as on a Xeon
 
 
@@ -16,6 +19,11 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+def metered(probe: Discovery, clock: FakeClock) -> EnergyMeter:
+    """A meter of the sensors that a probe has discovered."""
+    return EnergyMeter(sources=probe.sources, clock=clock, device="cpu")
 
 
 class Powercap:

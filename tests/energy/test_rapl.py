@@ -2,18 +2,14 @@
 
 import pytest
 
-from phantom_parallel.energy import EnergyMeter, Provenance
+from phantom_parallel.energy import Provenance
 from phantom_parallel.energy.sensors import probe_rapl
-from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, two_packages
-
-
-def metered(tree, clock) -> EnergyMeter:
-    return EnergyMeter(sources=probe_rapl(tree.root, clock=clock).sources, clock=clock, device="cpu")
+from tests.energy.simulated import PACKAGE_RANGE, FakeClock, Powercap, metered, two_packages
 
 
 def test_a_known_load_comes_back_to_the_joule(tmp_path):
     tree, clock = two_packages(tmp_path / "powercap"), FakeClock()
-    with metered(tree, clock).window("load") as window:
+    with metered(probe_rapl(tree.root, clock=clock), clock).window("load") as window:
         clock.now += 10.0
         for package, joules in ((0, 1234), (1, 567)):
             tree.use(f"intel-rapl:{package}", joules)
@@ -31,7 +27,7 @@ def test_a_known_load_comes_back_to_the_joule(tmp_path):
 def test_a_counter_that_wraps_goes_on_counting(tmp_path):
     start = PACKAGE_RANGE - 40_000_000
     tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", start), FakeClock()
-    with metered(tree, clock).window("load") as window:
+    with metered(probe_rapl(tree.root, clock=clock), clock).window("load") as window:
         clock.now += 1.0
         tree.use("intel-rapl:0", 100)
     assert int((tmp_path / "intel-rapl:0" / "energy_uj").read_text()) < start  # it did wrap
@@ -40,7 +36,7 @@ def test_a_counter_that_wraps_goes_on_counting(tmp_path):
 
 def test_a_counter_left_unread_for_longer_than_a_wrap_voids_the_window(tmp_path):
     tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 1, range_uj=1_000_000_000), FakeClock()
-    with metered(tree, clock).window("load") as window:
+    with metered(probe_rapl(tree.root, clock=clock), clock).window("load") as window:
         clock.now += 60.0
         tree.use("intel-rapl:0", 10)
     assert window.joules is None
@@ -49,7 +45,7 @@ def test_a_counter_left_unread_for_longer_than_a_wrap_voids_the_window(tmp_path)
 
 def test_a_reset_is_not_taken_for_a_wrap(tmp_path):
     tree, clock = Powercap(tmp_path).zone("intel-rapl:0", "package-0", 5_000_000_000), FakeClock()
-    with metered(tree, clock).window("load") as window:
+    with metered(probe_rapl(tree.root, clock=clock), clock).window("load") as window:
         clock.now += 1.0
         tree.set("intel-rapl:0", 1000)  # as a wrap this would be 257 kJ in a second
     assert window.joules is None
@@ -59,7 +55,7 @@ def test_a_reset_is_not_taken_for_a_wrap(tmp_path):
 
 def test_a_stalled_counter_is_unavailable_and_not_zero(tmp_path):
     tree, clock = two_packages(tmp_path / "powercap"), FakeClock()
-    with metered(tree, clock).window("load") as window:
+    with metered(probe_rapl(tree.root, clock=clock), clock).window("load") as window:
         clock.now += 1.0
         tree.use("intel-rapl:0", 50)
     stalled = next(row for row in window.result.rows if row.sensor == "rapl/intel-rapl:1")

@@ -107,39 +107,26 @@ def test_the_splits_of_all_ranks_are_part_of_the_result(ranks):
         assert [split.compute_seconds for split in splits] == [15, 15]
 
 
-class SimulatedWork:
-    """Work that spends simulated time in compute and in waits."""
-
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.meter = EnergyMeter(sources=[], clock=self.clock, device="cpu", time_split=True)
-
-    def compute(self, seconds: float) -> None:
-        self.clock.now += seconds
-
-    def blocked(self, window, seconds: float) -> None:
-        mark = window._recorder.begin_wait()
-        self.clock.now += seconds
-        window._recorder.end_wait(mark)
-
-
-def seconds_of(window) -> tuple[float, float, float]:
-    split = window.result.mean_time_split
-    assert split.seconds == pytest.approx(window.result.seconds)
-    return pytest.approx((split.compute_seconds, split.communication_seconds, split.idle_seconds))
-
-
 @pytest.mark.parametrize(("steps", "expected"), [(2, (6.0, 4.0, 5.0)), (0, (5.0, 2.0, 0.0))])
 def test_what_lies_outside_steps_is_idle_and_a_window_without_steps_is_one(steps, expected):
-    work = SimulatedWork()
-    with work.meter.window("train") as window:
-        work.compute(5.0)  # loading data
-        work.blocked(window, 2.0)  # outside steps, but communication too
+    clock = FakeClock()
+    meter = EnergyMeter(sources=[], clock=clock, device="cpu", time_split=True)
+
+    def blocked(seconds: float) -> None:
+        mark = window._recorder.begin_wait()
+        clock.now += seconds
+        window._recorder.end_wait(mark)
+
+    with meter.window("train") as window:
+        clock.now += 5.0  # loading data
+        blocked(2.0)  # outside steps, but communication too
         for _ in range(steps):
             with window.step():
-                work.compute(3.0)
-                work.blocked(window, 1.0)
-    assert seconds_of(window) == expected
+                clock.now += 3.0
+                blocked(1.0)
+    split = window.result.mean_time_split
+    assert split.seconds == pytest.approx(window.result.seconds)
+    assert (split.compute_seconds, split.communication_seconds, split.idle_seconds) == pytest.approx(expected)
 
 
 def wait_beside_a_step(start: Callable[[Callable[[], None]], None]) -> float:

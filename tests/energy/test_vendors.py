@@ -9,11 +9,7 @@ import torch
 from phantom_parallel.energy import EnergyMeter, Provenance, discover
 from phantom_parallel.energy.results import Component
 from phantom_parallel.energy.sensors import probe_amd, probe_nvidia
-from tests.energy.simulated import FakeAmdSmi, FakeClock, FakeNvml
-
-
-def metered(probe, clock) -> EnergyMeter:
-    return EnergyMeter(sources=probe.sources, clock=clock, device="cpu")
+from tests.energy.simulated import FakeAmdSmi, FakeClock, FakeNvml, metered
 
 
 def test_nvidia_counts_the_energy_counter_in_millijoules():
@@ -30,23 +26,20 @@ def test_nvidia_counts_the_energy_counter_in_millijoules():
 GPUS = [SimpleNamespace(uuid=n, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for n, bus in (("a", 5), ("b", 6))]
 
 
-def gpus_of(device: str, monkeypatch, *, rocm: bool) -> list[str]:
-    """Sensors of the GPUs that a rank on ``device`` of a machine with two GPUs counts."""
+@pytest.mark.parametrize(("device", "counted"), [("cuda:0", [0]), ("cuda:1", [1]), ("cpu", []), ("", [0, 1])])
+@pytest.mark.parametrize("rocm", [False, True])
+def test_a_rank_counts_its_own_gpu_alone(device, counted, rocm, monkeypatch):
+    """On a machine with two GPUs; without a rank, both are counted."""
     library = FakeAmdSmi({"0000:05:00.0": 1, "0000:06:00.0": 1}, "x") if rocm else FakeNvml({"GPU-a": 1, "GPU-b": 1})
     monkeypatch.setitem(sys.modules, "amdsmi" if rocm else "pynvml", library)
     monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPUS[getattr(device, "index", device)])
-    specs = EnergyMeter(device=device).discovery.specs if device else discover().specs
-    return [spec.id for spec in specs if spec.component is Component.GPU]
-
-
-@pytest.mark.parametrize(("device", "counted"), [("cuda:0", [0]), ("cuda:1", [1]), ("cpu", []), ("", [0, 1])])
-@pytest.mark.parametrize("rocm", [False, True])
-def test_a_rank_counts_its_own_gpu_alone(device, counted, rocm, monkeypatch):
     sensors = ["amd/0000:05:00.0", "amd/0000:06:00.0"] if rocm else ["nvidia/GPU-a", "nvidia/GPU-b"]
-    assert gpus_of(device, monkeypatch, rocm=rocm) == [sensors[index] for index in counted]
+    specs = EnergyMeter(device=device).discovery.specs if device else discover().specs
+    actual = [spec.id for spec in specs if spec.component is Component.GPU]
+    assert actual == [sensors[index] for index in counted]
 
 
 FRONTIER = {"0000:c1:00.0": 1000, "0000:c6:00.0": 0, "0000:c9:00.0": 2000, "0000:ce:00.0": 0}

@@ -8,7 +8,7 @@ import torch
 
 from phantom_parallel import load_model
 from phantom_parallel.cli.main import main
-from phantom_parallel.families.registry import family_names, get_family, register_family
+from phantom_parallel.families.registry import get_family, register_family
 from tests.cli.commands import answered
 from tests.families import tiny
 
@@ -21,11 +21,6 @@ def trained(tmp_path_factory):
     assert main(["train", "tiny", "--out", str(out), *small, "--ranks", "2", "--steps", "20"]) == 0
     assert main(["train", "tiny", "--out", str(out), "--resume", "--ranks", "1", "--steps", "60"]) == 0
     return out
-
-
-def test_the_registry_knows_it_beside_the_package_s_own():
-    assert family_names() == ("ffn", "gpt", "tiny")
-    assert get_family("tiny") is tiny.FAMILY
 
 
 def test_names_that_are_taken_or_unknown():

@@ -14,22 +14,11 @@ from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.distributed.signals import LossDiverged
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import loop, train
+from tests.train.test_checkpoint import CONFIG
 
 CPU = torch.device("cpu")
-PHANTOM = FFNTrainConfig.of(
-    width=16,
-    depth=2,
-    blocks=4,
-    ghosts=2,
-    teacher_ghosts=2,
-    batch=16,
-    samples=256,
-    steps=12,
-    lr=0.02,
-    log_every=1,
-    eval_every=4,
-    checkpoint_every=6,
-)
+EVERY = {"log_every": 1, "eval_every": 4, "checkpoint_every": 6}
+PHANTOM = CONFIG.updated(depth=2, batch=16, samples=256, steps=12, lr=0.02, **EVERY)
 OTHERS = {
     strategy: PHANTOM.updated(strategy=strategy, blocks=None, ghosts=None)
     for strategy in ("tensor", "megatron", "dense")

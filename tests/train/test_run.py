@@ -13,11 +13,9 @@ from phantom_parallel.distributed.objects import RanksDisagree
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.train import Record, run
 from phantom_parallel.train.run import Log
+from tests.train.test_checkpoint import CONFIG
 
 MODULE = import_module("phantom_parallel.train.run")  # the package has a function of that name
-CONFIG = FFNTrainConfig.of(
-    width=16, depth=1, blocks=4, ghosts=2, teacher_ghosts=2, batch=8, samples=64, steps=4, checkpoint_every=2
-)
 
 
 def test_lines_after_the_checkpoint_are_logged_again_and_not_twice(tmp_path):

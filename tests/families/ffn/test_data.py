@@ -50,12 +50,11 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, -x
 
 
-def written(folder: Path, kind: str, dtype: type = np.float32, **values: dict) -> str:
-    """A file of the arrays, with ``values`` at some places of x and y."""
-    x, y = (array.astype(dtype) for array in arrays())
-    for name, places in values.items():
-        for place, value in places.items():
-            {"x": x, "y": y}[name][place] = value
+def written(folder: Path, kind: str, wrong: tuple = ()) -> str:
+    """A file of the arrays, with NaN at the place ``wrong`` of x."""
+    x, y = arrays()
+    if wrong:
+        x[wrong] = np.nan
     if kind == "npy":
         np.save(folder / "x.npy", x)
         np.save(folder / "y.npy", y)
@@ -86,7 +85,7 @@ def open_on_rank(training: FFNTrainConfig) -> str:
 
 
 def test_all_ranks_raise_what_one_finds_in_its_features(ranks, tmp_path):
-    path = written(tmp_path, "npy", x={(60, 9): np.nan})  # a feature of rank 1
+    path = written(tmp_path, "npy", wrong=(60, 9))  # a feature of rank 1
     messages = ranks(2)(open_on_rank, config(data=path, ranks=2))
     assert messages[0] == messages[1]
     assert "row 60 of x (held out)" in messages[0]
@@ -95,8 +94,6 @@ def test_all_ranks_raise_what_one_finds_in_its_features(ranks, tmp_path):
 def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
     x, y = arrays()
     np.savez(tmp_path / "rows.npz", x=x, y=y[1:])
-    np.savez(tmp_path / "z.npz", x=x)
-    np.savez(tmp_path / "o.npz", x=np.full((64, WIDTH), None), y=np.full((64, WIDTH), None))
     (tmp_path / "data.csv").write_text("1,2")
     good = Path(written(tmp_path, "npz")).name
     for file, changes, message in (
@@ -105,8 +102,6 @@ def test_data_that_are_not_there_or_do_not_fit_are_errors(tmp_path):
         (good, {"batch": 60}, "64 rows are too few for batch=60"),
         ("rows.npz", {}, r"the model's features, got \(64, 16\) and \(63, 16\)"),
         ("data.csv", {}, r"expected a folder with x.npy and y.npy, or a file .npz or .safetensors"),
-        ("z.npz", {}, "there is no array 'y' in it, only x"),
-        ("o.npz", {}, r"o\.npz is not readable as data"),
     ):
         with pytest.raises(ValueError, match=message):
             open_data(config(data=str(tmp_path / file), **changes))

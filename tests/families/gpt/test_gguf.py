@@ -1,6 +1,7 @@
 """GGUF files: written as llama.cpp's converter writes them, and imported with the function that transformers has."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,9 +36,12 @@ def to_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(reference, tokenizer: dict, path) -> None:
-    config = reference.config
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(folder: Path):
+    """Write a model to gguf/tiny.gguf of a folder, and return it as transformers has it."""
+    reference = make_pretrained(folder / "hf", "llama")
+    tokenizer, config = json.loads((folder / "hf" / "tokenizer.json").read_text()), reference.config
+    (folder / "gguf").mkdir()
+    writer = gguf.GGUFWriter(folder / "gguf" / "tiny.gguf", "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -71,13 +75,11 @@ def write_gguf(reference, tokenizer: dict, path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return reference
 
 
 def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
-    reference = make_pretrained(tmp_path / "hf", "llama")
-    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
-    (tmp_path / "gguf").mkdir()
-    write_gguf(reference, tokenizer, tmp_path / "gguf" / "tiny.gguf")
+    reference = write_gguf(tmp_path)
     for number, source in enumerate((tmp_path / "gguf" / "tiny.gguf", tmp_path / "gguf")):
         out = tmp_path / f"model{number}"
         assert main(["model", "import", "--from", str(source), "--out", str(out)]) == 0, capsys.readouterr().err
@@ -92,11 +94,8 @@ def test_a_gguf_file_is_imported_with_the_same_function(tmp_path, capsys):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_python_files_beside_a_gguf_file_never_run(tmp_path, monkeypatch, capsys, file):
-    reference = make_pretrained(tmp_path / "hf", "llama")
-    tokenizer = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    write_gguf(tmp_path)
     folder = tmp_path / "gguf"
-    folder.mkdir()
-    write_gguf(reference, tokenizer, folder / "tiny.gguf")
     (folder / "code.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
     remote = {
         "AutoConfig": "code.Remote",

@@ -79,26 +79,6 @@ def test_stop_tokens_survive_import_and_export(tmp_path, source):
         assert exported.generation_config.eos_token_id == exported.config.eos_token_id == ends
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("chat", [False, True])
-def test_text_ends_where_that_of_transformers_does(tmp_path, capsys, chat):
-    reference = make_pretrained(tmp_path / "hf", eos_token_id=None)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
-    text = "<user>ghost<a>" if chat else "ghost"
-    prompt = torch.tensor([tokenizer(text)["input_ids"]])
-    free = greedy(reference, prompt, 12)
-    reference.generation_config.eos_token_id = [free[4], 299]
-    reference.generation_config.save_pretrained(tmp_path / "hf")
-    expected = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12, pad_token_id=0
-    )
-    import_model(tmp_path / "hf", tmp_path / "model")
-    given = ["--model", tmp_path / "model", "--prompt", "ghost", "--tokens", 12, *(["--chat"] if chat else [])]
-    tokens = answered(capsys, "generate", *given)["tokens"][0]
-    assert tokens == expected[0, prompt.shape[1] :].tolist()
-    assert len(tokens) < 12
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_phantom_model_is_exported_as_the_dense_one_that_it_equals(tmp_path, bias):
     config = GPTConfig(
@@ -171,17 +151,22 @@ def test_links_to_private_files_are_not_copied(tmp_path, source):
             assert not (tmp_path / out).exists()
 
 
-def test_commands_from_a_folder_to_text_and_back(tmp_path, capsys):
-    reference = make_pretrained(tmp_path / "hf")
+def test_commands_from_a_folder_to_text_that_ends_where_that_of_transformers_does_and_back(tmp_path, capsys):
+    reference = make_pretrained(tmp_path / "hf", eos_token_id=None)
     model, out = str(tmp_path / "model"), str(tmp_path / "out")
-    assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", model, "--context", "48"]) == 0
-    assert load_model(model).config.context == 48
-    actual = answered(capsys, "generate", "--model", model, "--prompt", "ghost", "--chat", "--tokens", 6)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
     tokenizer.chat_template = TEMPLATE
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "ghost"}], add_generation_prompt=True)
     prompt = torch.tensor([asked["input_ids"]])
-    assert actual["tokens"] == [greedy(reference, prompt, 6)]
+    reference.generation_config.eos_token_id = [greedy(reference, prompt, 12)[4], 299]
+    reference.generation_config.save_pretrained(tmp_path / "hf")
+    settings = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[:, prompt.shape[1] :]
+    assert expected.shape[1] < 12
+    assert main(["model", "import", "--from", str(tmp_path / "hf"), "--out", model, "--context", "48"]) == 0
+    assert load_model(model).config.context == 48
+    actual = answered(capsys, "generate", "--model", model, "--prompt", "ghost", "--chat", "--tokens", 12)
+    assert actual["tokens"] == expected.tolist()
     assert main(["model", "export", "--model", model, "--out", out]) == 0
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
     for template in ("{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):

@@ -8,7 +8,7 @@ import torch
 
 from phantom_parallel.families.gpt import text as text_module
 from phantom_parallel.families.gpt.config import GPTTrainConfig
-from phantom_parallel.families.gpt.text import BPETokenizer, load_tokenizer, open_text, windows
+from phantom_parallel.families.gpt.text import BPETokenizer, open_text, windows
 
 LINES = "".join(f"line {number} of süß text\n" for number in range(400))
 
@@ -95,6 +95,4 @@ def test_a_byte_pair_encoding_gives_back_the_text_and_is_shorter(tmp_path):
     assert len(text.training) < 0.6 * len(LINES)
     assert int(text.training.max()) < 300
     assert tokenizer.decode(tokenizer.encode("nie gesehen: ∑ 語".encode())) == "nie gesehen: ∑ 語"
-    tokenizer.save(tmp_path)
-    assert np.array_equal(load_tokenizer(tmp_path).encode(LINES.encode()), tokenizer.encode(LINES.encode()))
     assert np.array_equal(open_text(settings).training, text.training)  # from disk
