@@ -80,9 +80,10 @@ def generated(text: str, folder: Path) -> str:
 
 
 def results_used(text: str) -> set[str]:
-    """Names of the result files that a page's markers read."""
+    """Names of the result files that a page's markers and images read."""
     specs = [match["name"] for match in TABLE.finditer(text)] + [match["spec"] for match in VALUE.finditer(text)]
-    return {_file(spec.split()[0]).stem for spec in specs}
+    drawn = {source[0] for name, source in IMAGES.items() if isinstance(source, tuple) and f"images/{name}.svg" in text}
+    return {_file(spec.split()[0]).stem for spec in specs} | drawn
 
 
 def markdown(sections: Sequence[Section]) -> str:
