@@ -51,7 +51,7 @@ from phantom_parallel.report.figures import (
 from phantom_parallel.report.tables import Section, detailed_sections, main_sections
 from phantom_parallel.study.analysis import ratio, ratio_interval
 from phantom_parallel.study.results import Cell, Results, load
-from phantom_parallel.study.units import Interval, format_interval, format_ratio, quantity
+from phantom_parallel.study.units import Interval, format_ratio, quantity
 from phantom_parallel.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -376,7 +376,7 @@ def _ratio(results: Results, words: list[str]) -> str:
 def _shown(value: Interval | None, how: str) -> str:
     if value is None:
         raise ValueError("no such ratio")
-    return format_ratio(value.mean) if how == "mean" else format_interval(value)
+    return format_ratio(value.mean) if how == "mean" else str(value)
 
 
 def _error(data: dict[str, Any], words: list[str]) -> str:

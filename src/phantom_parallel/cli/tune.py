@@ -43,7 +43,7 @@ from phantom_parallel.study.grid import find_smaller, in_turn, search, to_target
 from phantom_parallel.study.results import Run
 from phantom_parallel.study.runner import RunOptions, cell_runner, prepare_folder
 from phantom_parallel.study.settings import SearchSettings, Settings, training_fields
-from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, quantity
+from phantom_parallel.study.units import Interval, counted, format_ratio, listed, quantity
 from phantom_parallel.train.config import TrainConfig
 from phantom_parallel.utils.files import FolderLock, json_text, write_json
 from phantom_parallel.utils.settings import Setting
@@ -338,10 +338,10 @@ class TuneResult:
         layout, block = best.layout.layout, ", parallel block" if best.parallel else ""
         model = f"phantom with {layout.blocks} blocks and {layout.ghosts} ghosts{block}{wire_suffix(best.layout.wire)}"
         loss = "the loss" if self.target is None else f"the loss {self.target:.4g}"
-        cost = f"{format_interval(best.cost)} of the {request.goal} to {loss} of {against}"
+        cost = f"{best.cost} of the {request.goal} to {loss} of {against}"
         if small is not None and small.cost is not None:
             (name, size), *_ = small.own
-            more = f" A dense model of {name} {size:,} takes {format_interval(small.cost)}."
+            more = f" A dense model of {name} {size:,} takes {small.cost}."
         if self.pays:
             return f"Use {model}: it takes {cost}.{more}"
         if best.cost.includes_one and not (small and small.mean_cost < best.mean_cost):
@@ -386,13 +386,13 @@ def tune(
     With ``sizes`` in ascending order, values of the setting ``size``, steps are measured at these and extrapolated.
     Layouts may use any format of ``wires``.
     """
-    dense = _best_layout(request, wires)
+    dense = _best_layout(request, wires, {})
     models, reasons = list[Tuned](), list[str]()
     for parallel, blocks, ghosts in grid:
         try:  # models that are not possible are refused
             replace(settings, cells=({"strategy": "phantom", "blocks": blocks, "ghosts": ghosts},))
             kind = {_PARALLEL: True} if parallel else {}
-            own = _best_layout(request, wires, kind, phantom=True, blocks=(blocks,), ghosts=(ghosts,))
+            own = _best_layout(request, wires, kind, blocks=(blocks,), ghosts=(ghosts,))
         except ValueError as error:
             reasons.append(str(error))
         else:  # as if it needed as many steps as the dense model
@@ -429,19 +429,14 @@ def _suffix(parallel: bool) -> str:
 
 
 def _best_layout(
-    request: PlanRequest,
-    wires: Sequence[WireFormat],
-    sizes: Mapping[str, Any] | None = None,
-    *,
-    phantom: bool = False,
-    **own: Any,
+    request: PlanRequest, wires: Sequence[WireFormat], sizes: Mapping[str, Any], **phantom: Any
 ) -> Candidate:
-    """The best layout of the dense model, or of a phantom model, over formats on the wire; ``sizes`` are those settings
-    of the model that are not those of the request.
+    """The best layout over formats on the wire: of the dense model, or of the phantom model whose blocks and ghosts are
+    given. ``sizes`` are those settings of the model that are not those of the request.
     """
-    own["model"] = replace(request.model, settings={**request.model.settings, **(sizes or {})})
+    model = replace(request.model, settings={**request.model.settings, **sizes})
     strategy = tuple(name for name in request.strategy if (name == "phantom" if phantom else PLANNED[name].same_model))
-    plans = [plan(replace(request, strategy=strategy, wire=wire, **own)) for wire in wires]
+    plans = [plan(replace(request, model=model, strategy=strategy, wire=wire, **phantom)) for wire in wires]
     return min((each for answer in plans for each in answer.candidates), key=partial(rank_by, request.goal))
 
 
@@ -456,18 +451,18 @@ def _cells(models: Sequence[Tuned]) -> tuple[dict[str, Any], ...]:
 
 def _extrapolated(result: TuneResult, measured: Mapping[int, TuneResult], target: int) -> TuneResult:
     """The steps of the last candidates at the target, where their trends over the measured sizes allow it."""
-    trends, models = list[Trend](), list[Tuned]()
+    pairs = list[tuple[Tuned, Trend]]()
     first, *_, last = (*measured.values(), *measured.values())
     for model in (model for model in first.models if not model.estimated):
         layout = model.layout.layout
         same = {size: [m.ratios for m in own.models if m.layout.layout == layout] for size, own in measured.items()}
         ratios = {size: known[0] if known else () for size, known in same.items()}
-        trends.append(Trend(layout.blocks, layout.ghosts, ratios, target))
-        fit = trends[-1].fit if trends[-1].refusal is None else None
-        models.append(replace(model, steps=fit[1] if fit else None, reached=fit is not None))
-    order = sorted(range(len(models)), key=lambda index: (not models[index].reached, models[index].mean_cost))
-    own_models, own_trends = tuple(models[index] for index in order), tuple(trends[index] for index in order)
-    return replace(result, rates=last.rates, models=own_models, trends=own_trends)
+        trend = Trend(layout.blocks, layout.ghosts, ratios, target)
+        fit = trend.fit if trend.refusal is None else None
+        pairs.append((replace(model, steps=fit[1] if fit else None, reached=fit is not None), trend))
+    pairs.sort(key=lambda pair: (not pair[0].reached, pair[0].mean_cost))
+    models, trends = tuple(model for model, _ in pairs), tuple(trend for _, trend in pairs)
+    return replace(result, rates=last.rates, models=models, trends=trends)
 
 
 def _measure(
@@ -508,9 +503,14 @@ def _measure(
             runs.append(train(f"dense seed={config.seed} lr={config.lr:g}", config))
         target = _target(settings, runs)
         runs = [to_target(run, target, settings.steps, None) for run in runs]
-        if any(model.parallel for model in result.models):
-            result, runs = _with_parallel(result, replace(settings, target_loss=target), runs, train, rates)
-            named = {label: replace(model, dense=result.dense) for label, model in named.items()}
+        final = replace(settings, target_loss=target, steps=AT_MOST * settings.steps)
+        if any(model.parallel for model in result.models):  # the dense model has them if they reach it at less cost
+            final = replace(final, cells=({"strategy": "dense+parallel"},))
+            rates |= (rate := search_rates(final.contenders))
+            model, trained = _dense_model(result, final, runs, train, {_PARALLEL: True}, *rate.values())
+            if model is not None and model.mean_cost < 1:
+                result, runs = replace(result, dense=model.layout, parallel=True), trained
+                named = {label: replace(model, dense=result.dense) for label, model in named.items()}
         affordable = max(FINALISTS, int(_SEARCH_SHARE * budget / max(one_search, 1e-9)))
         phantoms = phantoms[:: -(-len(phantoms) // affordable)]  # evenly over blocks and ghosts
         named = {contender.label: named[contender.label] for contender in phantoms}
@@ -536,7 +536,7 @@ def _measure(
                     pairs[label].append((run.steps if run.reached else 0, reference.steps))
         with suppress(TimeoutError):  # then it is not known
             in_time = partial(train, limit=0 if prefix else budget)
-            result = _with_smaller(result, replace(settings, target_loss=target), runs, in_time)
+            result = _with_smaller(result, final, runs, in_time)
     for label, counts in pairs.items():
         if counts:
             reached = all(steps for steps, _ in counts)
@@ -548,26 +548,11 @@ def _measure(
     return replace(result, target=target, dense_steps=dense_steps, rates=rates, models=tuple(ordered))
 
 
-def _with_parallel(
-    result: TuneResult, settings: Settings, runs: list[Run], train: Train, rates: dict[str, float]
-) -> tuple[TuneResult, list[Run]]:
-    """The result and the dense model's runs, with parallel blocks if they reach the target loss at less cost."""
-    settings = replace(settings, cells=({"strategy": "dense+parallel"},), steps=AT_MOST * settings.steps)
-    (contender,) = settings.contenders
-    config = partial(settings.config, contender, seed=settings.search.seed)
-    tried = search({contender.label: config}, settings.search, train)[contender.label]
-    rates[contender.label] = lr = next(trial.lr for trial in tried if trial.chosen)
-    model, trained = _dense_model(result, settings, runs, train, {_PARALLEL: True}, lr)
-    if model is None or model.mean_cost >= 1:
-        return result, runs
-    return replace(result, dense=model.layout, parallel=True), trained
-
-
 def _with_smaller(result: TuneResult, settings: Settings, runs: Sequence[Run], train: Train) -> TuneResult:
     """The result with the smallest dense model that reaches the target loss, if there is one on the same data."""
     name = f"{SMALL_DENSE}{_suffix(result.parallel)}"
     try:
-        settings = replace(settings, cells=({"strategy": name},), steps=AT_MOST * settings.steps)
+        settings = replace(settings, cells=({"strategy": name},))
     except ValueError:  # the data come from a teacher of the size of the model
         return result
     sizes, trials = find_smaller(settings, train)
@@ -630,7 +615,7 @@ def _table(result: TuneResult) -> Iterable[str | Table]:
     for model in filter(None, (*result.models, result.small)):
         layout, cells = model.layout.layout, [format_ratio(replace(model, steps=_AS_MANY).mean_cost)]
         for ratio in (model.steps, model.to_the_loss("time"), model.to_the_loss("energy")):
-            text = "-" if ratio is None else format_interval(ratio).replace(" [", "\n[")  # which may be wide
+            text = "-" if ratio is None else str(ratio).replace(" [", "\n[")  # which may be wide
             cells.append(f"~{format_ratio(ratio.mean)}" if ratio and model.estimated else text)
         name = (str(layout.blocks), str(layout.ghosts)) if layout.blocks else ("small", "-")
         kinds = {model.layout.wire: model.layout.wire != "full", "parallel": model.parallel}
@@ -648,7 +633,7 @@ def _trend_table(result: TuneResult) -> Iterable[str | Table]:
     table = make_table(headings, left=0)
     for trend in result.trends:
         ratios = [format_ratio(geometric_mean(trend.ratios[size])) if trend.ratios[size] else "-" for size in sizes]
-        slope, ratio = (format_interval(value) for value in trend.fit) if trend.fit else ("-", "-")
+        slope, ratio = map(str, trend.fit) if trend.fit else ("-", "-")
         table.add_row(str(trend.blocks), str(trend.ghosts), *ratios, slope, "refused" if trend.refusal else ratio)
     yield from (table, caption)
 

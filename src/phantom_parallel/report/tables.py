@@ -15,15 +15,7 @@ from rich.table import Table
 from phantom_parallel.study.analysis import inference_measures, lead_of, mean, median_of, ratio, ratios
 from phantom_parallel.study.notes import headline, notes
 from phantom_parallel.study.results import Cell, Results
-from phantom_parallel.study.units import (
-    MEASURES,
-    TO_THE_LOSS,
-    format_interval,
-    format_measure,
-    measure_label,
-    plain,
-    tied,
-)
+from phantom_parallel.study.units import MEASURES, TO_THE_LOSS, format_measure, measure_label, plain, tied
 
 MISSED, UNAVAILABLE, ERROR, NOTHING = "missed", "unavailable", "error", "–"  # noqa: RUF001
 NOT_SPLIT = "not split"  # time of ranks whose waits cannot be observed
@@ -143,10 +135,18 @@ def _cells(results: Results, measures: Sequence[str] = (), *, short: bool = Fals
 
 
 def detailed_sections(results: Results) -> tuple[Section, ...]:
-    """All figures: of a comparison a column for each strategy, then ratios; of a study a row for each cell."""
+    """All figures: of a comparison a column for each strategy, then ratios; of a study a row for each cell, then the
+    exchanges of a decoded token by operation and bytes.
+    """
     if not results.is_comparison or results.is_timed:
         every = _cells(results, [name for name in MEASURES if name not in ("latency", "inference_joules")])
-        return (every, *_exchanges(results))
+        rows = [
+            (label, key, *(f"{number:,}" for number in numbers))
+            for label, cell in {cell.label: cell for cell in results.cells}.items()
+            for key, numbers in (cell.runs[0].exchanges if cell.runs else {}).items()
+        ]
+        titles = ("strategy", "exchange of a rank for a token", "predicted", "observed")
+        return (every, Section(titles, tuple(rows))) if rows else (every,)
     measures = ("steps", "seconds", "step_seconds", "flops", "bytes", "blocked_share", "memory_bytes", "joules")
     inference, sensors = inference_measures(results.cells), measured_by(results)
     names = [cell.strategy for cell in results.cells]
@@ -173,16 +173,6 @@ def detailed_sections(results: Results) -> tuple[Section, ...]:
                 rows.append((_inference_label(results, measure), *map(text, results.cells)))
         sections.append(Section(("ratio, below 1 is less", *headings), tuple(rows)))
     return tuple(sections)
-
-
-def _exchanges(results: Results) -> tuple[Section, ...]:
-    """The exchanges of a decoded token by operation and bytes, predicted and observed."""
-    rows = []
-    for label, cell in {cell.label: cell for cell in results.cells}.items():
-        for key, numbers in (cell.runs[0].exchanges if cell.runs else {}).items():
-            rows.append((label, key, *(f"{number:,}" for number in numbers)))
-    headings = ("strategy", "exchange of a rank for a token", "predicted", "observed")
-    return (Section(headings, tuple(rows)),) if rows else ()
 
 
 def _known(results: Results, measure: str) -> bool:
@@ -235,7 +225,7 @@ def _ratio(results: Results, lead: Cell, measure: str) -> Callable[[Cell], str]:
     def text(cell: Cell) -> str:
         value = None if cell is lead else ratio(results, lead, cell, measure)
         missing = NOTHING if cell is lead else _missing(measure, lead, cell)
-        return missing if value is None else format_interval(value)
+        return missing if value is None else str(value)
 
     return text
 

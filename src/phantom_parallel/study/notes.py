@@ -9,7 +9,7 @@ from phantom_parallel.study.analysis import BASELINES, lead_of, peer, ranking, r
 from phantom_parallel.study.contenders import SMALL_DENSE
 from phantom_parallel.study.results import Cell, Results
 from phantom_parallel.study.settings import Settings
-from phantom_parallel.study.units import Interval, counted, format_interval, format_ratio, listed, measure_label, plain
+from phantom_parallel.study.units import Interval, counted, format_ratio, listed, measure_label, plain
 from phantom_parallel.utils.parsing import convert
 
 FEW_SEEDS = 3  # intervals of so few are wide
@@ -51,7 +51,7 @@ def _ratios(results: Results) -> list[str]:
             if known := {place: value for place, value in values.items() if value is not None}:
                 clauses.append(f"{measure_label(measure, results.target_loss is not None)} {_over(known)}")
                 shares += [
-                    format_interval(value) if value.low and value.includes_one else format_ratio(value.mean)
+                    str(value) if value.low and value.includes_one else format_ratio(value.mean)
                     for place, value in known.items()
                     if not place
                 ]
@@ -68,7 +68,7 @@ def _ratios(results: Results) -> list[str]:
 def _over(values: dict[str, Interval]) -> str:
     """Ratios with their places: all of a few, the least and the largest of many; the interval of a single one."""
     if list(values) == [""]:
-        return format_interval(values[""])
+        return str(values[""])
     if len(values) > MAX_PLACES:
         ordered = sorted(values.items(), key=lambda item: item[1].mean)
         return " to ".join(f"{format_ratio(value.mean)} at {place}" for place, value in (ordered[0], ordered[-1]))
@@ -130,9 +130,7 @@ def notes(results: Results) -> list[str]:
     named = {cell.strategy: cell for cell, _ in ranked}
     mine, *others = sorted(best.values(), key=lambda name: not name.startswith("phantom")) or [""]
     shares = {name: ratio(results, named[mine], named[name], "seconds") for name in others}
-    against = [
-        f"{mine} takes {format_interval(share)} of {name}'s time to the loss" for name, share in shares.items() if share
-    ]
+    against = [f"{mine} takes {share} of {name}'s time to the loss" for name, share in shares.items() if share]
     different = listed(dict.fromkeys(cell.label for cell in cells if cell.differs))
     # The text of each note, and what it is about, without which it does not apply.
     candidates: dict[str, object] = {

@@ -65,6 +65,13 @@ class Interval:
         """Whether a ratio is not significantly different from 1, or has no interval."""
         return self.low is None or self.high is None or self.low <= 1 <= self.high
 
+    def __str__(self) -> str:
+        """The mean, as `format_ratio` has it, and the interval: ``0.31 [0.28, 0.35]``."""
+        if self.low is None or self.high is None:
+            return format_ratio(self.mean)
+        ends = ("<0.001" if end < 1e-3 else ">999" if end > 999 else format_ratio(end) for end in (self.low, self.high))
+        return f"{format_ratio(self.mean)} [{', '.join(ends)}]"
+
 
 def measure_label(measure: str, to_the_loss: bool = True) -> str:
     """The label of a measure, as ``time to the loss``. A suffix such as that of ``latency, batch 64`` is kept."""
@@ -120,16 +127,6 @@ def plain(value: float) -> str:
 def format_ratio(value: float) -> str:
     """A ratio with two decimals, or two significant digits below 0.1."""
     return f"{value:.2f}" if 0.1 <= value < 100 else f"{value:.2g}" if value < 0.1 else f"{value:,.0f}"
-
-
-def format_interval(ratio: Interval) -> str:
-    """A ratio with its interval, as ``0.31 [0.28, 0.35]``."""
-    if ratio.low is None or ratio.high is None:
-        return format_ratio(ratio.mean)
-    low, high = (
-        "<0.001" if end < 1e-3 else ">999" if end > 999 else format_ratio(end) for end in (ratio.low, ratio.high)
-    )
-    return f"{format_ratio(ratio.mean)} [{low}, {high}]"
 
 
 def tied(text: str) -> str:
