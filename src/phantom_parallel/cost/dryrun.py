@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 
 from phantom_parallel.cost.ledger import Ledger, ProductEntry
 from phantom_parallel.cost.terms import Exchange, Memory, Product, Shape
-from phantom_parallel.distributed.data_parallel import average_gradients
+from phantom_parallel.distributed.data_parallel import average_gradients, local_part
 from phantom_parallel.distributed.pipeline import Pipeline
 from phantom_parallel.distributed.process_group import make_mesh
 from phantom_parallel.families.registry import get_family
@@ -159,11 +158,11 @@ def count_step(step: Step, shape: Shape, copies: DeviceMesh | None = None) -> tu
     estimates: gathered weights and buffers between stages come and go as torch schedules them. Gradients are averaged
     over the mesh of data-parallel ``copies``.
     """
-    parameters = sum(_local(p).nbytes for p in step.model.parameters())
+    parameters = sum(local_part(p).nbytes for p in step.model.parameters())
     if isinstance(step, InferencePass):
         with torch.no_grad(), Ledger() as ledger:  # not inference mode: see `Ledger`
             held = step.forward()
-        return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(_local(t).nbytes for t in held))
+        return ledger, Memory(parameters, gradients=0, optimizer=0, activations=sum(local_part(t).nbytes for t in held))
     memory = shape.memory
     with Ledger() as ledger:
         if shape.splits_work:
@@ -173,7 +172,7 @@ def count_step(step: Step, shape: Shape, copies: DeviceMesh | None = None) -> tu
         with ledger.phase("sync"):
             step.finish()
             average_gradients(step.model, copies)
-    gradients = sum(_local(p.grad).nbytes for p in step.model.parameters() if p.grad is not None)
+    gradients = sum(local_part(p.grad).nbytes for p in step.model.parameters() if p.grad is not None)
     return ledger, replace(memory, parameters=parameters, gradients=gradients)
 
 
@@ -230,11 +229,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return *backward(d, *ctx.saved_tensors, 0.0, ctx.causal), None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(shape: Shape, ledger: Ledger, *, native: bool, root: str = "FFN") -> list[str]:
@@ -317,8 +311,8 @@ def saved_activation_bytes(step: TrainingStep) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             loss = step.loss()
     held = [entry for reference in alive if (entry := reference()) is not None]
-    storages = [_local(each.tensor if isinstance(each, _Saved) else each).untyped_storage() for each in held]
-    weights = {_local(each).untyped_storage()._cdata for each in (*step.model.parameters(), *step.constants)}
+    storages = [local_part(each.tensor if isinstance(each, _Saved) else each).untyped_storage() for each in held]
+    weights = {local_part(each).untyped_storage()._cdata for each in (*step.model.parameters(), *step.constants)}
     sizes = {storage._cdata: storage.nbytes() for storage in storages}
     total = sum(size for key, size in sizes.items() if key not in weights)
     del held

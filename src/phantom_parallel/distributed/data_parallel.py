@@ -27,6 +27,11 @@ from phantom_parallel.utils.layout import buckets
 _c10d = torch.ops._c10d_functional
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Replace each gradient by its mean over the copies along ``mesh``: an all-reduce of each bucket of gradients of a
@@ -35,8 +40,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh | None) -> None:
     ranks = rank_group(mesh)
     if ranks.size == 1:
         return
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    parts = [local_part(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     parts = [part for part in parts if part.numel()]
     under_way = list[tuple[list[Tensor], Tensor]]()
     for dtype in dict.fromkeys(part.dtype for part in parts):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from phantom_parallel.distributed.data_parallel import local_part
 from phantom_parallel.distributed.objects import process_group_of
 from phantom_parallel.distributed.process_group import ParallelContext
 from phantom_parallel.nn.linear import parameter_groups
@@ -34,7 +35,7 @@ class PartsOptimizer:
         self._staged = get_strategy(config.strategy).splits_depth
         self._repeated: frozenset[str] = getattr(model, "repeated_parameters", frozenset())
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.parts = {name: _local(value.detach()).requires_grad_() for name, value in self.parameters.items()}
+        self.parts = {name: local_part(value.detach()).requires_grad_() for name, value in self.parameters.items()}
         own = {id(parameter): self.parts[name] for name, parameter in self.parameters.items()}
         rates = {name: getattr(config, f"lr_{name}") for name in ("local", "compress", "decompress")}
         groups = parameter_groups(model, config.lr, **rates)
@@ -66,7 +67,7 @@ class PartsOptimizer:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 gradient = gradient.redistribute(placements=parameter.placements)  # nothing where they are the same
-            self.parts[name].grad = None if gradient is None else _local(gradient).contiguous()
+            self.parts[name].grad = None if gradient is None else local_part(gradient).contiguous()
         if self._config.max_grad_norm is not None:
             self._clip(self._config.max_grad_norm)
         self._optimizer.step()
@@ -104,7 +105,3 @@ def state_keys(config: TrainConfig) -> tuple[str, ...]:
     if config.optimizer == "adamw":
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum else ()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
