@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -26,10 +26,6 @@ from phantom_parallel.study.units import digits, quantity
 from phantom_parallel.utils.files import json_text, write_json
 from phantom_parallel.utils.layout import positive
 from phantom_parallel.utils.progress import ProgressDisplay
-
-if TYPE_CHECKING:
-    from phantom_parallel.energy import WindowResult
-    from phantom_parallel.energy.sensors import Discovery
 
 
 @dataclass(frozen=True)
@@ -210,29 +206,22 @@ class SensorsOptions(JsonOption):
         with EnergyMeter(sources=discovery.sources, device="cpu").window("reading") as window:
             if discovery.specs:  # without sensors there is nothing to measure
                 time.sleep(self.seconds)
-        if not self.json:
-            _show_sensors(discovery, window.result)
+        if self.json:
+            sensors = [asdict(spec) for spec in discovery.specs]
+            missing = {"problems": list(discovery.problems), "hints": list(discovery.hints)}
+            print(json_text({"sensors": sensors, **missing, "reading": window.result.to_dict()}))
             return
-        sensors = [asdict(spec) for spec in discovery.specs]
-        missing = {"problems": list(discovery.problems), "hints": list(discovery.hints)}
-        print(json_text({"sensors": sensors, **missing, "reading": window.result.to_dict()}))
-
-
-def _show_sensors(discovery: "Discovery", result: "WindowResult") -> None:
-    from phantom_parallel.energy.results import EnergyTotal
-
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    if not discovery.specs:
-        console.print("No energy sensor can be read on this machine: energy is unavailable.")
-        console.print("With a power profile, EnergyMeter(profile=...) models it and labels it as modelled.")
-    for total in result.totals:
-        console.print(f"total: {total}")
-    for row in result.rows:
-        figure = EnergyTotal(row.provenance, row.joules, row.seconds, row.reason)
-        console.print(f"  {row.label}: {figure}{'' if row.counted else ', not in the total: another source counts it'}")
-    for title, lines in (("Cannot be read:", discovery.problems), ("To get more:", discovery.hints)):
-        if lines:
-            console.print("", title, *lines, sep="\n  ")
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        if not discovery.specs:
+            console.print("No energy sensor can be read on this machine: energy is unavailable.")
+            console.print("With a power profile, EnergyMeter(profile=...) models it and labels it as modelled.")
+        for total in window.result.totals:
+            console.print(f"total: {total}")
+        for row in window.result.rows:
+            console.print(f"  {row}")
+        for title, lines in (("Cannot be read:", discovery.problems), ("To get more:", discovery.hints)):
+            if lines:
+                console.print("", title, *lines, sep="\n  ")
 
 
 def _ranks(given: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,14 +31,6 @@ class Component(StrEnum):
 MEASURED = (Provenance.COUNTER, Provenance.INTEGRATED_POWER)
 
 
-def format_joules(joules: float | None) -> str:
-    """Format as ``12.3 J``, ``20.1 kJ`` or ``unavailable``."""
-    if joules is None:
-        return "unavailable"
-    factor, unit = next((scale for scale in ((1e6, "MJ"), (1e3, "kJ")) if joules >= scale[0]), (1.0, "J"))
-    return f"{joules / factor:.4g} {unit}"
-
-
 def format_share(share: float | None) -> str:
     """Format as ``12%`` or, for time that could not be split, ``not split``."""
     return "not split" if share is None else f"{share:.0%}"
@@ -65,6 +57,10 @@ class SensorEnergy:
         """Mean power between the two readings of the sensor."""
         return None if self.joules is None or self.seconds <= 0 else self.joules / self.seconds
 
+    def __str__(self) -> str:
+        figure = EnergyTotal(self.provenance, self.joules, self.seconds, self.reason)
+        return f"{self.label}: {figure}{'' if self.counted else ', not in the total: another source counts it'}"
+
 
 @dataclass(frozen=True)
 class EnergyTotal:
@@ -88,7 +84,8 @@ class EnergyTotal:
             return f"unavailable ({self.reason})"
         watts = "" if self.mean_watts is None else f", {self.mean_watts:.4g} W"
         invalid = f"; invalid: {self.reason}" if self.reason else ""
-        return f"{format_joules(self.joules)}{watts} ({self.provenance}{invalid})"
+        factor, unit = next((scale for scale in ((1e6, "MJ"), (1e3, "kJ")) if self.joules >= scale[0]), (1.0, "J"))
+        return f"{self.joules / factor:.4g} {unit}{watts} ({self.provenance}{invalid})"
 
 
 @dataclass(frozen=True)
