@@ -155,7 +155,7 @@ class GenerateOptions(RunOptions, GenerateConfig):
                 raise ValueError("--measure, --against, --batch and --json need a prompt: give --prompt")
             render = chat_template(config.model)
             with self.launching(config.ranks):
-                converse(config, _messages(), render, write=_write, on_answer=_end_answer)
+                converse(config, _messages(), render, write=_write, on_answer=_print_time)
             return
         prompts = self.prompts()
         with self.launching(config.ranks) as network:
@@ -242,11 +242,6 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
-
-
-def _end_answer(answer: dict[str, Any]) -> None:
-    _write("\n")
-    _print_time(answer)
 
 
 def _print_time(answer: dict[str, Any]) -> None:

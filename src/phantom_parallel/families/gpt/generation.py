@@ -295,7 +295,8 @@ def converse(
 
     ``conversation`` yields all messages so far, of which the last is to be answered. The answer is appended to them;
     the oldest ones are removed when they do not fit into the model's context any more. ``render`` makes a prompt of
-    messages, ``write`` gets pieces of an answer as it is generated, and ``on_answer`` the result, as of `run`.
+    messages, ``write`` gets pieces of an answer as it is generated and a new line after it, and ``on_answer`` the
+    result, as of `run`.
     """
     if launched_externally():
         raise ValueError("a conversation needs a terminal: give a prompt under torchrun or srun")
@@ -315,6 +316,7 @@ def converse(
                 messages.pop()
                 continue
             result = answer(request, write)
+            write("\n")
             on_answer(result)
             messages.append({"role": "assistant", "content": result["texts"][0]})
 
