@@ -37,17 +37,7 @@ from phantom_parallel.energy import load_power_profile
 from phantom_parallel.energy.power import ASSUMED_CORE
 from phantom_parallel.families.registry import get_family
 from phantom_parallel.study.contenders import DENSE, EXACT_WIRE, Contender, models_of
-from phantom_parallel.study.results import (
-    FILE,
-    Cell,
-    CurvePoint,
-    InferenceResult,
-    Results,
-    Run,
-    SharedModel,
-    Trial,
-    save,
-)
+from phantom_parallel.study.results import FILE, Cell, InferenceResult, Results, Run, SharedModel, Trial, save
 from phantom_parallel.study.runner import (
     CELLS,
     NETWORKS,
@@ -175,9 +165,6 @@ def counts(config: TrainConfig, decoding: Decoding | None = None) -> dict[str, i
         "bytes_per_step": shape.over_all_ranks(lambda shape: shape.moved_bytes()),
         "memory_bytes": max(stage.memory.total for stage, _ in shape.stages()),
     }
-
-
-# Losses
 
 
 @dataclass(frozen=True)
@@ -425,9 +412,6 @@ def to_target(run: Run, target: float, steps: int, joules: float | None) -> Run:
     return replace(run, status="target", steps=end.step, seconds=end.seconds, joules=end.joules)
 
 
-# Cells
-
-
 def _time_link(
     settings: Settings, runner: CellRunner, losses: Losses | None, link: str, *, on_network: bool
 ) -> list[Cell]:
@@ -501,7 +485,7 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
         return None if total is None else steps * total / timing.steps
 
     each = timing.seconds / timing.steps
-    curve = tuple(CurvePoint(at.step, at.loss, at.step * each, in_steps(timing.joules, at.step)) for at in run.curve)
+    curve = [replace(at, seconds=at.step * each, joules=in_steps(timing.joules, at.step)) for at in run.curve]
     return replace(
         run,
         trained_by=trained_by,
@@ -514,7 +498,7 @@ def shared_run(run: Run, timing: Run, *, trained_by: str | None = None, differs:
         blocked_seconds=in_steps(timing.blocked_seconds),
         joules=in_steps(timing.joules),
         measured_joules=in_steps(timing.measured_joules),
-        curve=() if differs else curve,
+        curve=() if differs else tuple(curve),
     )
 
 

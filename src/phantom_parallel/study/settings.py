@@ -194,21 +194,17 @@ class Settings:
     @property
     def contenders(self) -> tuple[Contender, ...]:
         """What is compared in all cells, before variants are chosen."""
-        return tuple(
-            self._contender(name, cell)
-            for cell in self.cells
-            for name in ((cell["strategy"],) if "strategy" in cell else self.strategies)
-        )
-
-    def _contender(self, name: str, cell: Mapping[str, Any]) -> Contender:
-        own = {key: value for key, value in cell.items() if key != "strategy"}
-        for key in ("batch", "samples"):
-            each = own.pop(f"{key}_per_rank", getattr(self, f"{key}_per_rank"))
-            if each is not None:
-                own[key] = each * world_size(self.training | own)
-        strategies = get_family(self.family).strategies
-        contender = get_contender(name, strategies, self.training | own, tuple(own.items()))
-        return contender.tuned_to(**self.smaller) if contender.base.smaller else contender
+        contenders, known = list[Contender](), get_family(self.family).strategies
+        for cell in self.cells:
+            own = {key: value for key, value in cell.items() if key != "strategy"}
+            for key in ("batch", "samples"):
+                each = own.pop(f"{key}_per_rank", getattr(self, f"{key}_per_rank"))
+                if each is not None:
+                    own[key] = each * world_size(self.training | own)
+            for name in (cell["strategy"],) if "strategy" in cell else self.strategies:
+                contender = get_contender(name, known, self.training | own, tuple(own.items()))
+                contenders.append(contender.tuned_to(**self.smaller) if contender.base.smaller else contender)
+        return tuple(contenders)
 
     @property
     def world_size(self) -> int:
