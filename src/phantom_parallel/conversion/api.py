@@ -634,17 +634,14 @@ def next_token_loss(model: Any, batch: Any) -> Tensor:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, without a cache of keys and values, which would hold those of an earlier pass."""
-    training, config = model.training, getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    model.eval()
-    if cached:
-        config.use_cache = False  # type: ignore[union-attr]
-    try:
+    config: Any = getattr(model, "config", None)
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        model.eval()
+        if cached := getattr(config, "use_cache", None):
+            stack.callback(setattr, config, "use_cache", cached)
+            config.use_cache = False
         yield
-    finally:
-        model.train(training)
-        if cached:
-            config.use_cache = cached  # type: ignore[union-attr]
 
 
 @dataclass

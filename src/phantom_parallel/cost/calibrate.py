@@ -186,7 +186,10 @@ def _measure(
         report(f"product {index + 1} of {len(PRODUCTS)}")
         product = replace(each, rows=growth * each.rows, inner=growth * each.inner, columns=growth * each.columns)
         work = work_of(methodcaller("product", product), ranks)
-        sample(work._replace(product=0.0), _product(product, device), seconds, PRODUCT_WEIGHT)  # no step's overhead
+        a = torch.randn(product.batch, product.rows, product.inner, device=device)
+        b = torch.randn(product.batch, product.columns, product.inner, device=device).mT
+        run = partial(torch.bmm, a, b) if product.batch > 1 else partial(torch.mm, a[0], b[0])
+        sample(work._replace(product=0.0), run, seconds, PRODUCT_WEIGHT)  # no step's overhead
     exchange: Callable[[], Any] = partial(time.sleep, 0.01)
     for words in (*EXCHANGED_WORDS, growth**2 * EXCHANGED_WORDS[-1])[: None if growth > 1 else -1]:
         report(f"exchange of {words} words")
@@ -225,12 +228,6 @@ def timed_step(shape: Shape, mesh: DeviceMesh, device: torch.device) -> Callable
         optimizer.zero_grad()
 
     return run
-
-
-def _product(product: Product, device: torch.device) -> Callable[[], Any]:
-    a = torch.randn(product.batch, product.rows, product.inner, device=device)
-    b = torch.randn(product.batch, product.columns, product.inner, device=device).mT
-    return (lambda: torch.bmm(a, b)) if product.batch > 1 else (lambda: torch.mm(a[0], b[0]))
 
 
 def _square(size: int, dtype: str, device: torch.device) -> Callable[[], Any]:
@@ -340,25 +337,16 @@ def validate(
     """Time the training steps of ``models``, each a phantom model and its baseline, on ranks as for `measure` in turns
     of three steps, and compare them with the time model: a record for each.
     """
-    measured = _on_ranks(ranks, _run_all, models, turns, report=report)
-    return [_compare(shapes, seconds, profile) for shapes, seconds in zip(models, measured, strict=True)]
-
-
-def _compare(shapes: Mapping[str, Shape], measured: Mapping[str, float], profile: Profile) -> dict[str, Any]:
-    """Seconds ``measured`` and ``predicted`` by strategy, the ratios of phantom to the baseline, and the ``error`` of
-    the predicted ratio relative to the measured one.
-    """
-    predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
-    ratios = [seconds["phantom"] / seconds[list(shapes)[1]] for seconds in (measured, predicted)]
-    settings = shapes["phantom"].to_dict()
-    return {
-        "setting": {name: settings[name] for name in ("ranks", *shapes["phantom"].listed, "blocks", "ghosts")},
-        "measured": dict(measured),
-        "predicted": predicted,
-        "measured_ratio": ratios[0],
-        "predicted_ratio": ratios[1],
-        "error": ratios[1] / ratios[0] - 1,
-    }
+    outcomes = list[dict[str, Any]]()
+    for shapes, measured in zip(models, _on_ranks(ranks, _run_all, models, turns, report=report), strict=True):
+        predicted = {strategy: step_time(shape, profile).total for strategy, shape in shapes.items()}
+        ratios = [seconds["phantom"] / seconds[list(shapes)[1]] for seconds in (measured, predicted)]
+        settings, names = shapes["phantom"].to_dict(), ("ranks", *shapes["phantom"].listed, "blocks", "ghosts")
+        outcome: dict[str, Any] = {"setting": {name: settings[name] for name in names}}
+        outcome |= {"measured": dict(measured), "predicted": predicted}
+        outcome |= {"measured_ratio": ratios[0], "predicted_ratio": ratios[1], "error": ratios[1] / ratios[0] - 1}
+        outcomes.append(outcome)
+    return outcomes
 
 
 def _run_all(

@@ -220,7 +220,6 @@ def behind(exchanges: Iterable[Exchange], cost: LayerCost) -> LayerCost:
 
 def recomputed(cost: LayerCost) -> LayerCost:
     """The cost of a part whose forward is computed a second time in backward."""
-
     products, exchanges = list(cost.products), list(cost.exchanges)
     for p in (p for p in cost.products if p.phase == "forward"):
         products.append(replace(p, term=f"{p.term}, recomputed", phase="backward"))

@@ -106,17 +106,13 @@ def new_figure(title: str, height: float = 3.7) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def strategy_style(strategy: str) -> tuple[str, str]:
-    """Colour and marker of a strategy, whatever its layout and the values that it exchanges."""
-    looks = LOOKS | _LAYOUTS
-    return looks.get(re.split("[@+ ]", strategy)[0]) or looks.get(strategy, SECOND_PHANTOM)
-
-
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Arguments of ``plot`` for each line. Lines of one strategy have its colour; markers and dashes differ."""
-    styles: dict[str, dict[str, Any]] = {}
+    """Arguments of ``plot`` for each line. Lines of one strategy, whatever its layout and the values that it exchanges,
+    have its colour; markers and dashes differ.
+    """
+    styles, looks = dict[str, dict[str, Any]](), LOOKS | _LAYOUTS
     for name in dict.fromkeys(names):
-        colour, marker = strategy_style(name)
+        colour, marker = looks.get(re.split("[@+ ]", name)[0]) or looks.get(name, SECOND_PHANTOM)
         number = sum(style["color"] == colour for style in styles.values())
         if number:
             marker = MARKERS[(number - 1) % len(MARKERS)]
@@ -166,9 +162,6 @@ def add_grid_and_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
-
-
-# Comparisons and studies
 
 
 def figures(results: Results) -> list[CaptionedFigure]:
@@ -327,9 +320,6 @@ def _sweep(results: Results, measure: str) -> CaptionedFigure | None:
     return CaptionedFigure(stem, title, "Medians over seeds.", figure)
 
 
-# Held-out fields
-
-
 def field_figures(folder: Path) -> list[CaptionedFigure]:
     """Each held-out field that the folder of a comparison has, with the predictions of its models and their errors."""
     models: dict[str, dict[str, np.ndarray]] = {}
@@ -395,9 +385,6 @@ def _draw_field(axes: Axes, title: str, points: np.ndarray, values: np.ndarray, 
     if len(columns) == side and np.ptp(columns, axis=0).max() < 1e-6:
         return axes.imshow(values[order].reshape(side, side), origin="lower", extent=(0, 1, 0, 1), **colours)
     return axes.tripcolor(points[:, 0], points[:, 1], values, shading="gouraud", rasterized=True, **colours)
-
-
-# phantom tune
 
 
 def tuning(tuned: Mapping[str, Any]) -> list[CaptionedFigure]:

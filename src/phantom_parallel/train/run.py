@@ -100,8 +100,10 @@ def prepare(config: TrainConfig, out: Path, resume: bool, lock: files.FolderLock
     kind = {} if config.kind == config.family else {"kind": config.kind}
     files.write_json(out / CONFIG, {"family": config.family} | kind | config.to_dict())  # first: now it can be resumed
     task.prepare(config, out)
-    if resume:
-        _drop_after(out / METRICS, step)
+    if resume and (path := out / METRICS).exists():
+        # What was logged after the checkpoint will be logged again, and a crash may have truncated a line.
+        whole = [line for line in files.read_text(path).splitlines(keepends=True) if line.endswith("}\n")]
+        files.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
     return latest
 
 
@@ -150,13 +152,6 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> None:
         raise ValueError(f"there is no checkpoint in {out / CHECKPOINTS} to resume from: {hint}")
     # Nothing was saved yet: it starts again.
     config.check_resumes(read_config(out, config.family, heals=config.kind == HEAL)[1], str(out))
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Drop what was logged after the checkpoint, since it will be logged again, and a line that a crash truncated."""
-    lines = files.read_text(path).splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith("}\n")]
-    files.write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
 class Log:
@@ -210,7 +205,12 @@ def _work(
 
         def report(record: Record) -> None:
             log.append(record)
-            display.update(record.step, _progress_note(record, config), line=True)
+            teacher = "" if record.teacher_loss is None else f" (teacher {record.teacher_loss:.4g})"
+            held_out = None if record.eval_loss is None else format_loss(record.eval_loss, config.family)
+            loss = f"loss {record.loss:.4g}" + (f"  held out {held_out}{teacher}" if held_out else "")
+            rate = f"{record.samples_per_second:,.0f} {config.row}s/s"
+            blocked = f"{format_share(record.blocked_share)} in exchanges"
+            display.update(record.step, f"{loss}  {rate}  {blocked}", line=True)
 
         with log, display:
             if resume and latest is None:
@@ -230,14 +230,6 @@ def format_loss(loss: float | None, family: str) -> str:
     """A held-out loss, with the perplexity where it is in nats a token."""
     assert loss is not None
     return f"{loss:.5g} (perplexity {math.exp(min(loss, 700.0)):.4g})" if get_family(family).nats else f"{loss:.5g}"
-
-
-def _progress_note(record: Record, config: TrainConfig) -> str:
-    held_out = "" if record.eval_loss is None else f"  held out {format_loss(record.eval_loss, config.family)}"
-    if held_out and record.teacher_loss is not None:
-        held_out += f" (teacher {record.teacher_loss:.4g})"
-    rate = f"{record.samples_per_second:,.0f} {config.row}s/s"
-    return f"loss {record.loss:.4g}{held_out}  {rate}  {format_share(record.blocked_share)} in exchanges"
 
 
 def _write_model(model: nn.Module, config: TrainConfig, out: Path, parallel: ParallelContext) -> None:

@@ -246,8 +246,10 @@ def _layer(
     words = shape.rows * model.hidden // shape.ranks  # of silu(gate) up before the last projection
     raw = 0 if shape.strategy == "phantom" else 2 * words  # gate and up, which phantom keeps anyway
     parts = *parts, replace(last, kept=last.kept + words + raw, streamed=(5 * words, 8 * words))
-    if shape.channels < 1:
-        parts = tuple(_partly_summed(part, round(shape.channels * model.dim), model.dim) for part in parts)
+    if shape.channels < 1:  # CAAT-Net (arXiv 2506.19645): so many of a layer's features are summed. Modelled only
+        channels = round(shape.channels * model.dim)
+        sums = [tuple(replace(e, words=e.words * channels // model.dim) for e in part.exchanges) for part in parts]
+        parts = tuple(replace(part, exchanges=summed) for part, summed in zip(parts, sums, strict=True))
     if not shape.activation_checkpointing or shape.mode != "train":
         return parts
     # What a layer ends with need not be computed again where backward asks for its input only, as a plain product's
@@ -256,13 +258,6 @@ def _layer(
     again = [terms.recomputed(part) if index < ends else part for index, part in enumerate(parts)]
     kept = shape.rows * shape.stream  # what enters the layer
     return tuple(replace(part, kept=0 if index else kept, kept_bytes=0) for index, part in enumerate(again))
-
-
-def _partly_summed(cost: LayerCost, channels: int, dim: int) -> LayerCost:
-    """CAAT-Net (arXiv 2506.19645): of a layer's ``dim`` output features, and of their gradients, Megatron's all-reduces
-    sum so many; the others stay on their rank. Modelled only.
-    """
-    return replace(cost, exchanges=tuple(replace(e, words=e.words * channels // dim) for e in cost.exchanges))
 
 
 def _into(shape: GPTShape, name: str, out_features: int, ghosts: int | None, *, bias: bool = False) -> LayerCost:
@@ -489,7 +484,6 @@ def build_step(shape: GPTShape, mesh: DeviceMesh | None, *, device: str = "cpu")
 
 def _inference(model: GPT, tokens: Tensor, past: int) -> InferencePass:
     """A cache made and filled by a prompt; or one that holds ``past`` positions already, filled by what follows."""
-
     length = past + tokens.shape[1]
     ready = model.new_cache(tokens.shape[0], length) if past else None
 

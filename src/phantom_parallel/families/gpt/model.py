@@ -216,10 +216,6 @@ class _Parts:
 class _ShardedStreamParts(_Parts):
     """Of a model whose features are sharded."""
 
-    @property
-    def where(self) -> dict[str, Any]:
-        return {"mesh": self.mesh, "device": self.device, "dtype": self.dtype}
-
     def embedding(self, std: float) -> nn.Module:
         blocks = self.config.blocks or self.config.kv_heads  # which ranks divide
         return self._made(FeatureEmbedding, self.config.vocab, self.config.dim, std=std, blocks=blocks)
@@ -245,7 +241,7 @@ class _ShardedStreamParts(_Parts):
 
     def _made(self, kind: type[nn.Module], *arguments: Any, **settings: Any) -> nn.Module:
         if self.held:
-            return kind(*arguments, **self.where, **settings)
+            return kind(*arguments, mesh=self.mesh, device=self.device, dtype=self.dtype, **settings)
         if not torch.empty(0, device=self.device).is_meta:
             draw_seed()
         return nn.Identity()
@@ -300,11 +296,6 @@ class _ReplicatedStreamParts(_Parts):
 def _or_identity(module: Any, held: bool) -> Any:
     """The module, or nothing in its place where this rank does not hold it."""
     return module if held else nn.Identity()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
 
 
 class GPT(nn.Module):
@@ -512,7 +503,8 @@ class GPT(nn.Module):
             return 1
         own_forward = (Layer, ParallelLayer, Attention, SwiGLU)  # which does not run then
         bypassed = [m for m in self.layers.modules() if isinstance(m, own_forward) or hasattr(m, "begin")]
-        if not any(map(_has_hooks, bypassed)):
+        hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        if not any(getattr(module, kind) for module in bypassed for kind in hooks):
             return parts
         message = f"interleave={parts} has no effect: the layers have hooks, which run on whole batches only"
         warnings.warn(message, UserWarning, stacklevel=2)

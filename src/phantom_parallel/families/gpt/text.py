@@ -247,7 +247,7 @@ def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
     config's name, if it exists already. ValueError if the text is missing, unreadable or too short.
     """
     raw = _read(config)
-    digest = _digest(raw, config)
+    digest = text_digest(config, raw)
     folder = cache_folder() / "text" / digest
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock", mode=0o600):  # other ranks wait for the one that encodes
@@ -268,9 +268,11 @@ def open_text(config: TextSettings, tokenizer: Tokenizer | None = None) -> Text:
     return Text(training, held_out, load_tokenizer(folder), digest)
 
 
-def text_digest(config: TextSettings) -> str:
-    """Return a digest of the text and of the settings that its tokens depend on."""
-    return _digest(_read(config), config)
+def text_digest(config: TextSettings, text: bytes | None = None) -> str:
+    """Return a digest of the text, which may be read already, and of the settings that its tokens depend on."""
+    digest = hashlib.sha256(_read(config) if text is None else text)
+    digest.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
+    return digest.hexdigest()[:32]
 
 
 def _files(config: TextSettings) -> list[Path]:
@@ -300,12 +302,6 @@ def _read(config: TextSettings) -> bytes:
         parts.append(part)
         room -= len(part) + 1
     return b"\n".join(parts)
-
-
-def _digest(text: bytes, config: TextSettings) -> str:
-    digest = hashlib.sha256(text)
-    digest.update(b"\0".join([_FORMAT, config.tokenizer.encode(), str(config.vocab).encode()]))
-    return digest.hexdigest()[:32]
 
 
 def split_text(text: bytes) -> tuple[bytes, bytes]:
