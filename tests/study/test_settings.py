@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ def test_what_ships():
     studies = "batch decode epochs ghosts links requests scaling serve smaller weak wider width"
     assert names_of("studies") == studies.split()
     assert read_settings("presets", "paper").world_size == 256
+    assert read_settings("presets", str(Path(__file__).parents[2] / "examples" / "darcy-wide.toml")).world_size == 16
     assert read_settings("studies", "scaling").world_size == 8
 
 
