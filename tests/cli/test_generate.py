@@ -195,7 +195,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chat_model, ranks):
             terminal.wait_for(b"hi\r\n")
             terminal.wait_for(b"")  # the answer has begun
             terminal.type(b"\x03")
-            terminal.wait_for(b"tokens")
+            terminal.wait_for(b" token")
         terminal.wait_for(b"> ")
         terminal.type(b"\x04")
         assert terminal.exit_code() == 0
