@@ -194,4 +194,4 @@ def test_modules_that_do_not_fit_are_named(ranks):
         assert "PhantomParallel(blocks=4, ghosts=1) takes" in layer
         assert "blocks=2" in layer
         assert "blocks=4 does not divide in_features=9" in uneven
-        assert "unsharded" in sharded
+        assert "not yet sharded" in sharded

@@ -96,7 +96,7 @@ class PhantomParallel(ParallelStyle):
         if isinstance(module, PhantomLinear):
             if (module.blocks, module.ghosts) != (self.blocks, self.ghosts) or module.mesh is not None:
                 given = f"PhantomParallel(blocks={self.blocks}, ghosts={self.ghosts})"
-                raise ValueError(f"{given} takes an unsharded PhantomLinear of the same sizes, got {module}")
+                raise ValueError(f"{given} takes a PhantomLinear of the same sizes, not yet sharded, got {module}")
             made = PhantomLinear(*shape, **cut, gain=module.gain, device="meta", dtype=module.local.dtype)
             wholes = dict(module.named_parameters())
             made.train(module.training)

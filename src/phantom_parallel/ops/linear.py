@@ -222,4 +222,4 @@ class _End(Function):
 def refuse_second_derivative() -> None:
     """Raise RuntimeError if a backward is itself recorded."""
     if is_creating_graph():
-        raise RuntimeError("second derivatives of interleaved layers are not supported")
+        raise RuntimeError("interleaved layers cannot be differentiated twice: do not interleave them")
